@@ -1,0 +1,328 @@
+"""The schema of a run's configuration.
+
+Invariant: a `RunConfig` that exists is complete and free of contradictions that can be seen without starting anything:
+unknown keys are refused, every field has a unit and a sentence, and every cross-field rule below names the field to
+change. Secrets are not part of it: they come from the environment (`LAGRANGE_REDIS_PASSWORD`, `LAGRANGE_API_TOKEN`,
+`LAGRANGE_ENGINE_API_KEY`) or from the files that `*_FILE` variants of those name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and a key that it does not know is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """Which run this is."""
+
+    id: str = Field("", description="Names the run's keys in Redis and its folder; empty: `lagrange up` makes one.", pattern=r"^[A-Za-z0-9._-]*$", max_length=80)
+    name: str = Field("local", description="Prefix of a generated run id.", pattern=r"^[A-Za-z0-9._-]+$", max_length=48)
+    seed: int = Field(0, ge=0, le=2**31 - 1, description="Seeds the model, the prompts and the trainer.")
+    steps: Positive = Field(..., description="Optimizer steps after which the run ends.")
+    directory: Path = Field(Path("runs"), description="Folder that holds one folder per run.")
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder: configuration, logs, metrics, weights and checkpoints."""
+        return self.directory / self.id
+
+
+class RedisSection(Section):
+    """The server that holds queue, ledger, versions and registry."""
+
+    url: str | None = Field(None, description="redis:// or unix:// address without a password; null: `lagrange up` embeds a server.")
+    port: Port = Field(0, description="Port of the embedded server; 0: a free one.")
+    timeout_s: Seconds = Field(10.0, description="Longest wait for one answer of the server, in seconds.")
+    max_memory_mb: Positive = Field(1024, description="Memory limit of the embedded server, in MiB (policy noeviction).")
+
+
+class LagSection(Section):
+    """The bound on policy lag (docs/lag-bound.md)."""
+
+    max: int = Field(..., ge=0, le=1024, description="Largest lag, in versions, at which a token may be trained; 0 is synchronous.")
+    straggler_wait_s: Seconds = Field(120.0, description="Longest time, in seconds, that the trainer holds a step for groups that would go stale by it.")
+
+
+class TinyModel(Section):
+    """A Qwen3-MoE small enough for a CPU, made with random weights at the start of a run."""
+
+    layers: Positive = Field(2, description="Transformer layers.")
+    hidden: Positive = Field(64, description="Width of the residual stream.")
+    heads: Positive = Field(4, description="Attention heads.")
+    key_value_heads: Positive = Field(2, description="Key-value heads.")
+    head_dim: Positive = Field(32, description="Width of one head.")
+    experts: Positive = Field(8, description="Experts in each layer.")
+    experts_per_token: Positive = Field(2, description="Experts that a token is routed to.")
+    expert_hidden: Positive = Field(64, description="Width of one expert's inner layer.")
+    rope_theta: float = Field(100.0, gt=1, description="Base of the rotary embedding.")
+    init_std: float = Field(0.1, gt=0, description="Standard deviation of linear weights.")
+    embedding_std: float = Field(0.5, gt=0, description="Standard deviation of token embeddings.")
+    head_std: float = Field(0.02, gt=0, description="Standard deviation of the output layer: small means a near-uniform first policy.")
+    context: Positive = Field(512, description="Longest sequence, in tokens.")
+
+
+class ModelSection(Section):
+    """The policy that is trained: a checkpoint in Hugging Face layout, or a tiny one made on the spot."""
+
+    path: Path | None = Field(None, description="Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer).")
+    tiny: TinyModel | None = Field(None, description="Make a tiny random model instead.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("set exactly one of model.path and model.tiny")
+        return self
+
+
+class TaskSection(Section):
+    """What is trained on: a name in the task registry and its parameters."""
+
+    name: str = Field(..., description="Name in the task registry (docs/add-a-task.md).")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="Passed to the task as keyword arguments.")
+
+
+class RolloutSection(Section):
+    """Rollout workers: how samples are drawn."""
+
+    workers: Positive = Field(2, description="Worker processes that `lagrange up` starts.")
+    concurrent_groups: Positive = Field(8, description="Groups that one worker generates at the same time.")
+    samples_per_prompt: Positive = Field(16, description="Samples in a group.")
+    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; the trainer divides its logits by the same number.")
+    max_new_tokens: Positive = Field(..., description="Longest response, in tokens.")
+    generation_timeout_s: Seconds = Field(60.0, description="Longest wait for one answer of an engine, in seconds.")
+    generation_tries: Positive = Field(4, description="Tries for one sample before it is given up.")
+    min_samples: Positive = Field(2, description="A group that ends with fewer samples than this fails.")
+    group_tries: Positive = Field(3, description="Times that a prompt is issued again after a failure or staleness, before it goes to the dead letters.")
+    lease_s: Seconds = Field(30.0, description="A worker that does not renew a group's lease for this long, in seconds, loses it.")
+    reward_timeout_s: Seconds = Field(10.0, description="Longest time for the reward of one sample, in seconds.")
+
+
+class EngineSection(Section):
+    """SGLang servers and how `lagrange engine` starts them."""
+
+    replicas: Positive = Field(1, description="Engines that `lagrange up` starts.")
+    urls: tuple[str, ...] = Field((), description="Engines that run elsewhere, by base URL; not empty: `lagrange up` starts none.")
+    host: str = Field("127.0.0.1", description="Address that an engine listens on.")
+    port: Port = Field(0, description="Port of the first engine, the others follow; 0: free ones.")
+    python: Path = Field(Path(".venv-sglang/bin/python"), description="Interpreter of the environment in which SGLang is installed.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where the engine computes.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the engine's weights.")
+    tensor_parallel: Positive = Field(1, description="Devices that one engine is spread over.")
+    memory_fraction: float = Field(0.3, gt=0, lt=1, description="Share of the device's memory for weights and KV cache.")
+    max_total_tokens: Positive | None = Field(20000, description="Size of the KV cache in tokens; null: as much as memory_fraction admits.")
+    start_timeout_s: Seconds = Field(300.0, description="Longest time from start to the first answer, in seconds.")
+    extra_arguments: tuple[str, ...] = Field((), description="Further arguments of sglang.launch_server.")
+
+
+class LayoutSection(Section):
+    """How the trainer's ranks are laid out; their product is the number of ranks."""
+
+    data: Positive = Field(1, description="Data-parallel size.")
+    tensor: Positive = Field(1, description="Tensor-parallel size (with sequence parallelism).")
+    pipeline: Positive = Field(1, description="Pipeline-parallel size.")
+    expert: Positive = Field(1, description="Expert-parallel size, taken out of the data-parallel ranks.")
+    expert_tensor: Positive | None = Field(None, description="Tensor-parallel size inside an expert; null: as `tensor`.")
+
+    @property
+    def ranks(self) -> int:
+        """Number of trainer processes."""
+        return self.data * self.tensor * self.pipeline
+
+
+class SatSection(Section):
+    """Staleness-adaptive trust region (docs/losses.md, arXiv 2607.18722)."""
+
+    alpha: float = Field(0.90, gt=0, lt=1, description="Quantile of |log-ratio| above which a token's trust region shrinks.")
+    kernel: Literal["hill", "hill_shift", "gauss", "laplace"] = Field("hill", description="How the radius falls with |log-ratio|.")
+    exponent: float = Field(2.0, gt=0, description="n of the Hill kernels.")
+    width: float = Field(1.0, gt=0, description="w, the width of the kernel in units of its scale.")
+    scale: Literal["quantile", "mad"] = Field("quantile", description="Scale s: the quantile itself, or 1.4826 times the median of |log-ratio|.")
+    floor: float = Field(0.0, ge=0, lt=1, description="Smallest share of the radius that a token keeps; above 0 most of SAT is switched off.")
+    scope: Literal["global", "lagged", "microbatch"] = Field("global", description="Tokens over which the quantile is taken.")
+    quantile_weight: Literal["token", "sequence"] = Field("token", description="Sequence level only: the quantile counts tokens or sequences.")
+
+
+class LossSection(Section):
+    """The policy loss: one name of the loss registry and its parameters."""
+
+    name: str = Field("sat-grpo", description="Name in the loss registry (docs/losses.md): sat-grpo, sat-gspo, grpo, gspo, ...")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip radius: the ratio is clipped at 1 - clip_low.")
+    clip_high: float = Field(0.2, gt=0, description="Upper clip radius: the ratio is clipped at 1 + clip_high.")
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] = Field("token-mean", description="Denominator of the loss over one optimizer step.")
+    constant_length: Positive | None = Field(None, description="K of the aggregation `constant`; null: rollout.max_new_tokens.")
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = Field("grpo", description="How rewards of a group become advantages.")
+    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of an entropy bonus.")
+    sat: SatSection = Field(default_factory=SatSection, description="Used by the sat-* losses.")
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(..., gt=0, description="Peak learning rate.")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="Shape of the learning rate after the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
+    min_learning_rate: float = Field(0.0, ge=0, description="End of the cosine schedule.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    beta1: float = Field(0.9, gt=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(0.95, gt=0, lt=1, description="Decay of the second moment.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    clip_norm: float = Field(1.0, gt=0, description="Global gradient norm above which gradients are scaled down.")
+
+
+class CheckpointSection(Section):
+    """What a restart begins from."""
+
+    interval_steps: Positive = Field(20, description="Optimizer steps between two checkpoints.")
+    keep: Positive = Field(2, description="Checkpoints kept on disk.")
+
+
+class TrainerSection(Section):
+    """The Megatron-core trainer."""
+
+    groups_per_step: Positive = Field(16, description="Groups trained in one optimizer step.")
+    layout: LayoutSection = Field(default_factory=LayoutSection, description="Ranks and how they share the model.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where the trainer computes: gloo on cpu, NCCL on cuda.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the trainer's weights; gradients are float32.")
+    micro_batch_tokens: Positive = Field(8192, description="Budget of one micro-batch on one rank, in tokens.")
+    recompute: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+    distributed_optimizer: bool = Field(False, description="Spread the optimizer's state over the data-parallel ranks.")
+    routing_replay: Literal["required", "available", "off"] = Field("required", description="Replay the engine's routing: always, where a trajectory has it, or never.")
+    launcher: Literal["local", "torchrun", "ray"] = Field("local", description="Who starts the ranks.")
+    port: Port = Field(0, description="Rendezvous port of the local launcher; 0: a free one.")
+    loss: LossSection = Field(default_factory=LossSection, description="The policy loss.")
+    optimizer: OptimizerSection = Field(..., description="The optimizer.")
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="Checkpoints.")
+    retention: Literal["payload", "prompt"] = Field("payload", description="What is kept of a trained group until its checkpoint is durable: all of it, or its prompt alone.")
+    lease_s: Seconds = Field(60.0, description="A trainer that does not renew its lease for this long, in seconds, counts as gone.")
+    collective_timeout_s: Seconds = Field(300.0, description="Longest wait of one rank for another, in seconds.")
+
+
+class WeightsSection(Section):
+    """How new versions reach the engines."""
+
+    publish_interval: Positive = Field(1, description="Every how many optimizer steps the weights go to the engines.")
+    keep: Positive = Field(3, description="Published versions kept on disk besides those in use.")
+    pause: Literal["drain", "abort"] = Field("drain", description="Before an update, let running requests end, or abort them and let the workers continue them.")
+    update_timeout_s: Seconds = Field(120.0, description="Longest time for one engine's update, in seconds.")
+    update_tries: Positive = Field(3, description="Tries for one engine and version before it is quarantined.")
+    probe_interval_s: Seconds = Field(0.5, description="Time between two looks at an engine, in seconds.")
+
+
+class ServiceSection(Section):
+    """Where an HTTP service listens."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: Port = Field(0, description="Port to listen on; 0: a free one, written to the run's folder by `lagrange up`.")
+
+
+class RunConfig(Section):
+    """One run, complete. `lagrange check FILE` builds it and prints what it means."""
+
+    run: RunSection
+    redis: RedisSection = Field(default_factory=RedisSection)
+    lag: LagSection
+    model: ModelSection
+    task: TaskSection
+    rollout: RolloutSection
+    engine: EngineSection = Field(default_factory=EngineSection)
+    trainer: TrainerSection
+    weights: WeightsSection = Field(default_factory=WeightsSection)
+    weight_sync: ServiceSection = Field(default_factory=ServiceSection)
+    monitor: ServiceSection = Field(default_factory=ServiceSection)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        for rule in CROSS_FIELD_RULES:
+            problem = rule(self)
+            if problem:
+                raise ValueError(problem)
+        return self
+
+
+def _interval_fits_the_bound(c: RunConfig) -> str | None:
+    need = c.weights.publish_interval - 1
+    if c.lag.max < need:
+        return (
+            f"lag.max is {c.lag.max} but weights.publish_interval is {c.weights.publish_interval}: the engines' weights are up to "
+            f"{need} versions old, so no group could be trained. Set weights.publish_interval: {c.lag.max + 1} or less, or lag.max to at least {need}."
+        )
+    return None
+
+
+def _data_ranks_share_the_batch(c: RunConfig) -> str | None:
+    samples = c.trainer.groups_per_step * c.rollout.samples_per_prompt
+    if samples % c.trainer.layout.data:
+        return (
+            f"trainer.groups_per_step x rollout.samples_per_prompt is {samples}, which trainer.layout.data = {c.trainer.layout.data} does not divide. "
+            "Change one of the three."
+        )
+    return None
+
+
+def _experts_fit_the_ranks(c: RunConfig) -> str | None:
+    layout = c.trainer.layout
+    expert_tensor = layout.expert_tensor or layout.tensor
+    plane = layout.data * layout.tensor
+    if plane % (layout.expert * expert_tensor):
+        return (
+            f"trainer.layout: expert x expert_tensor = {layout.expert * expert_tensor} must divide data x tensor = {plane}. "
+            "Lower trainer.layout.expert or raise trainer.layout.data."
+        )
+    return None
+
+
+def _tiny_model_fits_the_layout(c: RunConfig) -> str | None:
+    tiny, layout = c.model.tiny, c.trainer.layout
+    if tiny is None:
+        return None
+    for name, size, part, by in (
+        ("layers", tiny.layers, "pipeline", layout.pipeline),
+        ("key_value_heads", tiny.key_value_heads, "tensor", layout.tensor),
+        ("experts", tiny.experts, "expert", layout.expert),
+    ):
+        if size % by:
+            return f"model.tiny.{name} = {size} is not divisible by trainer.layout.{part} = {by}. Change one of the two."
+    if tiny.heads % tiny.key_value_heads:
+        return f"model.tiny.heads = {tiny.heads} is not divisible by model.tiny.key_value_heads = {tiny.key_value_heads}. Change one of the two."
+    if tiny.experts_per_token > tiny.experts:
+        return f"model.tiny.experts_per_token = {tiny.experts_per_token} is above model.tiny.experts = {tiny.experts}. Lower it."
+    if c.rollout.max_new_tokens >= tiny.context:
+        return f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in model.tiny.context = {tiny.context}. Lower it."
+    return None
+
+
+def _groups_can_be_complete(c: RunConfig) -> str | None:
+    if c.rollout.min_samples > c.rollout.samples_per_prompt:
+        return f"rollout.min_samples = {c.rollout.min_samples} is above rollout.samples_per_prompt = {c.rollout.samples_per_prompt}. Lower it."
+    return None
+
+
+def _straggler_wait_covers_a_lease(c: RunConfig) -> str | None:
+    if c.lag.straggler_wait_s < c.rollout.lease_s:
+        return (
+            f"lag.straggler_wait_s = {c.lag.straggler_wait_s} is shorter than rollout.lease_s = {c.rollout.lease_s}: the trainer would give up on "
+            "groups of a dead worker before they are issued again. Raise lag.straggler_wait_s or lower rollout.lease_s."
+        )
+    return None
+
+
+CROSS_FIELD_RULES = (
+    _interval_fits_the_bound,
+    _data_ranks_share_the_batch,
+    _experts_fit_the_ranks,
+    _tiny_model_fits_the_layout,
+    _groups_can_be_complete,
+    _straggler_wait_covers_a_lease,
+)
