@@ -1,7 +1,7 @@
 """The words of the system as types, without I/O (DESIGN.md, "Words").
 
-Invariant: a `Trajectory` or `Group` that passed `check_trajectory`/`check_group` is complete: lengths agree, every response token has
-exactly one version, and a routing trace has one row for each token but the last.
+Invariant: a `Trajectory` or `Group` that passed `check_trajectory`/`check_group` is complete: lengths agree, every
+response token has exactly one version, and a routing trace has one row for each token but the last.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class VersionRun:
 class Trajectory:
     """One sample: a prompt, a response, and what the engine said about each response token.
 
-    prompt_ids: int32 [prompt]. response_ids: int32 [response]. log_probs: float32 [response], the engine's own, natural
-    log, at the sampling temperature. loss_mask: bool [response], False where a token is not trained. versions: runs that
-    cover the response without gap or overlap, versions never falling. routes: uint8 or uint16
+    prompt_ids: int32 [prompt]. response_ids: int32 [response]. log_probs: float32 [response], the engine's own,
+    natural log, at the sampling temperature. loss_mask: bool [response], False where a token is not trained.
+    versions: runs that cover the response without gap or overlap, versions never falling. routes: uint8 or uint16
     [prompt + response - 1, layers, top_k], expert ids by falling router weight, of the forward pass that produced the
     next token's log-prob; None for a dense model. reward: finite. finish: "stop", "length" or "abort".
     """
@@ -123,7 +123,9 @@ def check_trajectory(t: Trajectory) -> None:
         ("loss_mask", t.loss_mask, np.bool_),
     ):
         if array.dtype != dtype or array.ndim != 1:
-            raise InvalidTrajectory(f"{name} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)} of one dimension")
+            raise InvalidTrajectory(
+                f"{name} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)} of one dimension"
+            )
     if not len(t.prompt_ids) or not n:
         raise InvalidTrajectory("prompt and response need at least one token each")
     for name, array in (("log_probs", t.log_probs), ("loss_mask", t.loss_mask)):
@@ -140,9 +142,14 @@ def check_trajectory(t: Trajectory) -> None:
         raise InvalidTrajectory(f"version runs cover {at} of {n} response tokens")
     if t.routes is not None:
         if t.routes.dtype not in (np.uint8, np.uint16) or t.routes.ndim != 3:
-            raise InvalidTrajectory(f"routes are {t.routes.dtype}{list(t.routes.shape)}, expected uint8 or uint16 [tokens - 1, layers, top_k]")
+            raise InvalidTrajectory(
+                f"routes are {t.routes.dtype}{list(t.routes.shape)}, expected uint8 or uint16 [tokens - 1, layers, "
+                f"top_k]"
+            )
         if t.routes.shape[0] != t.tokens - 1:
-            raise InvalidTrajectory(f"routes have {t.routes.shape[0]} rows for {t.tokens} tokens, expected {t.tokens - 1}")
+            raise InvalidTrajectory(
+                f"routes have {t.routes.shape[0]} rows for {t.tokens} tokens, expected {t.tokens - 1}"
+            )
 
 
 def check_group(group: Group) -> None:
@@ -161,7 +168,9 @@ def check_group(group: Group) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Leave to generate one group. lease_deadline_ms: server time. engine_version: what the engine served at admission."""
+    """Leave to generate one group. lease_deadline_ms: server time. engine_version: what the engine served at
+    admission.
+    """
 
     group_id: int
     prompt_index: int
@@ -174,11 +183,11 @@ class Ticket:
 class Refused:
     """Why an operation was not carried out: a stable reason word, and a sentence with the figures.
 
-    Reasons of admit: bound (too many groups in flight for the bound), engine (not routable), memory (byte limit), paused,
-    finished, no-trainer (no version is published yet). Of submit: closed (the group is no longer this worker's: duplicate
-    or expired lease), stale, memory. Of pull: starved (fewer ready groups than asked), straggler (a group still
-    generating would go stale by this step). Of trainer operations: fenced (a newer epoch exists), version (the step does
-    not continue the recorded version).
+    Reasons of admit: bound (too many groups in flight for the bound), engine (not routable), memory (byte limit),
+    paused, finished, no-trainer (no version is published yet). Of submit: closed (the group is no longer this
+    worker's: duplicate or expired lease), stale, memory. Of pull: starved (fewer ready groups than asked), straggler
+    (a group still generating would go stale by this step). Of trainer operations: fenced (a newer epoch exists),
+    version (the step does not continue the recorded version).
     """
 
     reason: str
@@ -220,8 +229,9 @@ class PromptCursor:
 class TrainerState:
     """What the broker knows of training when a trainer attaches.
 
-    epoch: the attaching trainer's fencing token. highest_version: largest version ever named; a restored trainer goes on
-    at highest_version + 1. step: optimizer steps in the surviving history. returned: groups put back into the queue.
+    epoch: the attaching trainer's fencing token. highest_version: largest version ever named; a restored trainer goes
+    on at highest_version + 1. step: optimizer steps in the surviving history. returned: groups put back into the
+    queue.
     """
 
     epoch: int
@@ -245,7 +255,9 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """One engine in the registry. version: the last confirmed one, -1 if none. since_ms: server time of the last change."""
+    """One engine in the registry. version: the last confirmed one, -1 if none. since_ms: server time of the last "
+    "change.
+    """
 
     engine_id: str
     url: str
@@ -298,8 +310,13 @@ class Tally:
 
     @property
     def closes(self) -> bool:
-        """Invariant 3 for groups (generating is zero in a token tally: tokens are issued when submitted or reported)."""
-        return self.issued == self.generating + self.ready + self.leased + self.trained + self.filtered + self.stale + self.failed
+        """Invariant 3 for groups (generating is zero in a token tally: tokens are issued when submitted or "
+        "reported).
+        """
+        return (
+            self.issued
+            == self.generating + self.ready + self.leased + self.trained + self.filtered + self.stale + self.failed
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +324,9 @@ class Snapshot:
     """All that a page shows together, read in one atomic script at server time `time_ms`.
 
     ready_by_version: oldest version -> what waits. trained_by_lag: lag -> what was trained in the surviving history.
-    waiting_ms: time in queue of the groups that wait now (min, mean, max); trained_waiting_ms: of those trained so far (mean).
-    counters: running totals by name (docs/how-the-guarantees-work.md lists them). metrics: the trainer's last step record.
+    waiting_ms: time in queue of the groups that wait now (min, mean, max); trained_waiting_ms: of those trained so
+    far (mean). counters: running totals by name (docs/how-the-guarantees-work.md lists them). metrics: the trainer's
+    last step record.
     """
 
     time_ms: int

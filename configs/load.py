@@ -5,7 +5,6 @@ Invariant: whatever is wrong with a file comes out as one `ConfigError` whose te
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a file of configs/, for instance configs/local.yaml.") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). Name a file of configs/, for instance configs/local.yaml."
+        ) from error
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -48,7 +49,7 @@ def save_config(config: RunConfig, path: Path) -> None:
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     aside = path.with_suffix(".tmp")
     aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    aside.replace(path)
 
 
 def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:

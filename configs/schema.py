@@ -1,9 +1,9 @@
 """The schema of a run's configuration.
 
-Invariant: a `RunConfig` that exists is complete and free of contradictions that can be seen without starting anything:
-unknown keys are refused, every field has a unit and a sentence, and every cross-field rule below names the field to
-change. Secrets are not part of it: they come from the environment (`LAGRANGE_REDIS_PASSWORD`, `LAGRANGE_API_TOKEN`,
-`LAGRANGE_ENGINE_API_KEY`) or from the files that `*_FILE` variants of those name.
+Invariant: a `RunConfig` that exists is complete and free of contradictions that can be seen without starting
+anything: unknown keys are refused, every field has a unit and a sentence, and every cross-field rule below names the
+field to change. Secrets are not part of it: they come from the environment (`LAGRANGE_REDIS_PASSWORD`,
+`LAGRANGE_API_TOKEN`, `LAGRANGE_ENGINE_API_KEY`) or from the files that `*_FILE` variants of those name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ class Section(BaseModel):
 class RunSection(Section):
     """Which run this is."""
 
-    id: str = Field("", description="Names the run's keys in Redis and its folder; empty: `lagrange up` makes one.", pattern=r"^[A-Za-z0-9._-]*$", max_length=80)
+    id: str = Field(
+        "",
+        description="Names the run's keys in Redis and its folder; empty: `lagrange up` makes one.",
+        pattern=r"^[A-Za-z0-9._-]*$",
+        max_length=80,
+    )
     name: str = Field("local", description="Prefix of a generated run id.", pattern=r"^[A-Za-z0-9._-]+$", max_length=48)
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seeds the model, the prompts and the trainer.")
     steps: Positive = Field(..., description="Optimizer steps after which the run ends.")
@@ -42,17 +47,26 @@ class RunSection(Section):
 class RedisSection(Section):
     """The server that holds queue, ledger, versions and registry."""
 
-    url: str | None = Field(None, description="redis:// or unix:// address without a password; null: `lagrange up` embeds a server.")
+    url: str | None = Field(
+        None, description="redis:// or unix:// address without a password; null: `lagrange up` embeds a server."
+    )
     port: Port = Field(0, description="Port of the embedded server; 0: a free one.")
     timeout_s: Seconds = Field(10.0, description="Longest wait for one answer of the server, in seconds.")
-    max_memory_mb: Positive = Field(1024, description="Memory limit of the embedded server, in MiB (policy noeviction).")
+    max_memory_mb: Positive = Field(
+        1024, description="Memory limit of the embedded server, in MiB (policy noeviction)."
+    )
 
 
 class LagSection(Section):
     """The bound on policy lag (docs/lag-bound.md)."""
 
-    max: int = Field(..., ge=0, le=1024, description="Largest lag, in versions, at which a token may be trained; 0 is synchronous.")
-    straggler_wait_s: Seconds = Field(120.0, description="Longest time, in seconds, that the trainer holds a step for groups that would go stale by it.")
+    max: int = Field(
+        ..., ge=0, le=1024, description="Largest lag, in versions, at which a token may be trained; 0 is synchronous."
+    )
+    straggler_wait_s: Seconds = Field(
+        120.0,
+        description="Longest time, in seconds, that the trainer holds a step for groups that would go stale by it.",
+    )
 
 
 class TinyModel(Section):
@@ -69,14 +83,18 @@ class TinyModel(Section):
     rope_theta: float = Field(100.0, gt=1, description="Base of the rotary embedding.")
     init_std: float = Field(0.1, gt=0, description="Standard deviation of linear weights.")
     embedding_std: float = Field(0.5, gt=0, description="Standard deviation of token embeddings.")
-    head_std: float = Field(0.02, gt=0, description="Standard deviation of the output layer: small means a near-uniform first policy.")
+    head_std: float = Field(
+        0.02, gt=0, description="Standard deviation of the output layer: small means a near-uniform first policy."
+    )
     context: Positive = Field(512, description="Longest sequence, in tokens.")
 
 
 class ModelSection(Section):
     """The policy that is trained: a checkpoint in Hugging Face layout, or a tiny one made on the spot."""
 
-    path: Path | None = Field(None, description="Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer).")
+    path: Path | None = Field(
+        None, description="Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)."
+    )
     tiny: TinyModel | None = Field(None, description="Make a tiny random model instead.")
 
     @model_validator(mode="after")
@@ -99,13 +117,20 @@ class RolloutSection(Section):
     workers: Positive = Field(2, description="Worker processes that `lagrange up` starts.")
     concurrent_groups: Positive = Field(8, description="Groups that one worker generates at the same time.")
     samples_per_prompt: Positive = Field(16, description="Samples in a group.")
-    temperature: float = Field(1.0, gt=0, le=10, description="Sampling temperature; the trainer divides its logits by the same number.")
+    temperature: float = Field(
+        1.0, gt=0, le=10, description="Sampling temperature; the trainer divides its logits by the same number."
+    )
     max_new_tokens: Positive = Field(..., description="Longest response, in tokens.")
     generation_timeout_s: Seconds = Field(60.0, description="Longest wait for one answer of an engine, in seconds.")
     generation_tries: Positive = Field(4, description="Tries for one sample before it is given up.")
     min_samples: Positive = Field(2, description="A group that ends with fewer samples than this fails.")
-    group_tries: Positive = Field(3, description="Times that a prompt is issued again after a failure or staleness, before it goes to the dead letters.")
-    lease_s: Seconds = Field(30.0, description="A worker that does not renew a group's lease for this long, in seconds, loses it.")
+    group_tries: Positive = Field(
+        3,
+        description="Times that a prompt is issued again after a failure or staleness before it is a dead letter.",
+    )
+    lease_s: Seconds = Field(
+        30.0, description="A worker that does not renew a group's lease for this long, in seconds, loses it."
+    )
     reward_timeout_s: Seconds = Field(10.0, description="Longest time for the reward of one sample, in seconds.")
 
 
@@ -113,15 +138,23 @@ class EngineSection(Section):
     """SGLang servers and how `lagrange engine` starts them."""
 
     replicas: Positive = Field(1, description="Engines that `lagrange up` starts.")
-    urls: tuple[str, ...] = Field((), description="Engines that run elsewhere, by base URL; not empty: `lagrange up` starts none.")
+    urls: tuple[str, ...] = Field(
+        (), description="Engines that run elsewhere, by base URL; not empty: `lagrange up` starts none."
+    )
     host: str = Field("127.0.0.1", description="Address that an engine listens on.")
     port: Port = Field(0, description="Port of the first engine, the others follow; 0: free ones.")
-    python: Path = Field(Path(".venv-sglang/bin/python"), description="Interpreter of the environment in which SGLang is installed.")
+    python: Path = Field(
+        Path(".venv-sglang/bin/python"), description="Interpreter of the environment in which SGLang is installed."
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the engine computes.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the engine's weights.")
     tensor_parallel: Positive = Field(1, description="Devices that one engine is spread over.")
-    memory_fraction: float = Field(0.3, gt=0, lt=1, description="Share of the device's memory for weights and KV cache.")
-    max_total_tokens: Positive | None = Field(20000, description="Size of the KV cache in tokens; null: as much as memory_fraction admits.")
+    memory_fraction: float = Field(
+        0.3, gt=0, lt=1, description="Share of the device's memory for weights and KV cache."
+    )
+    max_total_tokens: Positive | None = Field(
+        20000, description="Size of the KV cache in tokens; null: as much as memory_fraction admits."
+    )
     start_timeout_s: Seconds = Field(300.0, description="Longest time from start to the first answer, in seconds.")
     extra_arguments: tuple[str, ...] = Field((), description="Further arguments of sglang.launch_server.")
 
@@ -133,7 +166,9 @@ class LayoutSection(Section):
     tensor: Positive = Field(1, description="Tensor-parallel size (with sequence parallelism).")
     pipeline: Positive = Field(1, description="Pipeline-parallel size.")
     expert: Positive = Field(1, description="Expert-parallel size, taken out of the data-parallel ranks.")
-    expert_tensor: Positive | None = Field(None, description="Tensor-parallel size inside an expert; null: as `tensor`.")
+    expert_tensor: Positive | None = Field(
+        None, description="Tensor-parallel size inside an expert; null: as `tensor`."
+    )
 
     @property
     def ranks(self) -> int:
@@ -144,25 +179,48 @@ class LayoutSection(Section):
 class SatSection(Section):
     """Staleness-adaptive trust region (docs/losses.md, arXiv 2607.18722)."""
 
-    alpha: float = Field(0.90, gt=0, lt=1, description="Quantile of |log-ratio| above which a token's trust region shrinks.")
-    kernel: Literal["hill", "hill_shift", "gauss", "laplace"] = Field("hill", description="How the radius falls with |log-ratio|.")
+    alpha: float = Field(
+        0.90, gt=0, lt=1, description="Quantile of |log-ratio| above which a token's trust region shrinks."
+    )
+    kernel: Literal["hill", "hill_shift", "gauss", "laplace"] = Field(
+        "hill", description="How the radius falls with |log-ratio|."
+    )
     exponent: float = Field(2.0, gt=0, description="n of the Hill kernels.")
     width: float = Field(1.0, gt=0, description="w, the width of the kernel in units of its scale.")
-    scale: Literal["quantile", "mad"] = Field("quantile", description="Scale s: the quantile itself, or 1.4826 times the median of |log-ratio|.")
-    floor: float = Field(0.0, ge=0, lt=1, description="Smallest share of the radius that a token keeps; above 0 most of SAT is switched off.")
-    scope: Literal["global", "lagged", "microbatch"] = Field("global", description="Tokens over which the quantile is taken.")
-    quantile_weight: Literal["token", "sequence"] = Field("token", description="Sequence level only: the quantile counts tokens or sequences.")
+    scale: Literal["quantile", "mad"] = Field(
+        "quantile", description="Scale s: the quantile itself, or 1.4826 times the median of |log-ratio|."
+    )
+    floor: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Smallest share of the radius that a token keeps; above 0 most of SAT is switched off.",
+    )
+    scope: Literal["global", "lagged", "microbatch"] = Field(
+        "global", description="Tokens over which the quantile is taken."
+    )
+    quantile_weight: Literal["token", "sequence"] = Field(
+        "token", description="Sequence level only: the quantile counts tokens or sequences."
+    )
 
 
 class LossSection(Section):
     """The policy loss: one name of the loss registry and its parameters."""
 
-    name: str = Field("sat-grpo", description="Name in the loss registry (docs/losses.md): sat-grpo, sat-gspo, grpo, gspo, ...")
+    name: str = Field(
+        "sat-grpo", description="Name in the loss registry (docs/losses.md): sat-grpo, sat-gspo, grpo, gspo, ..."
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip radius: the ratio is clipped at 1 - clip_low.")
     clip_high: float = Field(0.2, gt=0, description="Upper clip radius: the ratio is clipped at 1 + clip_high.")
-    aggregation: Literal["token-mean", "sequence-mean", "constant"] = Field("token-mean", description="Denominator of the loss over one optimizer step.")
-    constant_length: Positive | None = Field(None, description="K of the aggregation `constant`; null: rollout.max_new_tokens.")
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = Field("grpo", description="How rewards of a group become advantages.")
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] = Field(
+        "token-mean", description="Denominator of the loss over one optimizer step."
+    )
+    constant_length: Positive | None = Field(
+        None, description="K of the aggregation `constant`; null: rollout.max_new_tokens."
+    )
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = Field(
+        "grpo", description="How rewards of a group become advantages."
+    )
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of an entropy bonus.")
     sat: SatSection = Field(default_factory=SatSection, description="Used by the sat-* losses.")
 
@@ -171,7 +229,9 @@ class OptimizerSection(Section):
     """AdamW and its schedule."""
 
     learning_rate: float = Field(..., gt=0, description="Peak learning rate.")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="Shape of the learning rate after the warm-up.")
+    schedule: Literal["constant", "cosine"] = Field(
+        "constant", description="Shape of the learning rate after the warm-up."
+    )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
     min_learning_rate: float = Field(0.0, ge=0, description="End of the cosine schedule.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
@@ -194,18 +254,27 @@ class TrainerSection(Section):
     groups_per_step: Positive = Field(16, description="Groups trained in one optimizer step.")
     layout: LayoutSection = Field(default_factory=LayoutSection, description="Ranks and how they share the model.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the trainer computes: gloo on cpu, NCCL on cuda.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the trainer's weights; gradients are float32.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Number format of the trainer's weights; gradients are float32."
+    )
     micro_batch_tokens: Positive = Field(8192, description="Budget of one micro-batch on one rank, in tokens.")
     recompute: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
     distributed_optimizer: bool = Field(False, description="Spread the optimizer's state over the data-parallel ranks.")
-    routing_replay: Literal["required", "available", "off"] = Field("required", description="Replay the engine's routing: always, where a trajectory has it, or never.")
+    routing_replay: Literal["required", "available", "off"] = Field(
+        "required", description="Replay the engine's routing: always, where a trajectory has it, or never."
+    )
     launcher: Literal["local", "torchrun", "ray"] = Field("local", description="Who starts the ranks.")
     port: Port = Field(0, description="Rendezvous port of the local launcher; 0: a free one.")
     loss: LossSection = Field(default_factory=LossSection, description="The policy loss.")
     optimizer: OptimizerSection = Field(..., description="The optimizer.")
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="Checkpoints.")
-    retention: Literal["payload", "prompt"] = Field("payload", description="What is kept of a trained group until its checkpoint is durable: all of it, or its prompt alone.")
-    lease_s: Seconds = Field(60.0, description="A trainer that does not renew its lease for this long, in seconds, counts as gone.")
+    retention: Literal["payload", "prompt"] = Field(
+        "payload",
+        description="What is kept of a trained group until its checkpoint is durable: all of it, or its prompt alone.",
+    )
+    lease_s: Seconds = Field(
+        60.0, description="A trainer that does not renew its lease for this long, in seconds, counts as gone."
+    )
     collective_timeout_s: Seconds = Field(300.0, description="Longest wait of one rank for another, in seconds.")
 
 
@@ -214,7 +283,10 @@ class WeightsSection(Section):
 
     publish_interval: Positive = Field(1, description="Every how many optimizer steps the weights go to the engines.")
     keep: Positive = Field(3, description="Published versions kept on disk besides those in use.")
-    pause: Literal["drain", "abort"] = Field("drain", description="Before an update, let running requests end, or abort them and let the workers continue them.")
+    pause: Literal["drain", "abort"] = Field(
+        "drain",
+        description="Before an update, let running requests end, or abort them and let the workers continue them.",
+    )
     update_timeout_s: Seconds = Field(120.0, description="Longest time for one engine's update, in seconds.")
     update_tries: Positive = Field(3, description="Tries for one engine and version before it is quarantined.")
     probe_interval_s: Seconds = Field(0.5, description="Time between two looks at an engine, in seconds.")
@@ -255,8 +327,10 @@ def _interval_fits_the_bound(c: RunConfig) -> str | None:
     need = c.weights.publish_interval - 1
     if c.lag.max < need:
         return (
-            f"lag.max is {c.lag.max} but weights.publish_interval is {c.weights.publish_interval}: the engines' weights are up to "
-            f"{need} versions old, so no group could be trained. Set weights.publish_interval: {c.lag.max + 1} or less, or lag.max to at least {need}."
+            f"lag.max is {c.lag.max} but weights.publish_interval is {c.weights.publish_interval}: the engines' "
+            f"weights are up to "
+            f"{need} versions old, so no group could be trained. Set weights.publish_interval: {c.lag.max + 1} or "
+            f"less, or lag.max to at least {need}."
         )
     return None
 
@@ -265,7 +339,8 @@ def _data_ranks_share_the_batch(c: RunConfig) -> str | None:
     samples = c.trainer.groups_per_step * c.rollout.samples_per_prompt
     if samples % c.trainer.layout.data:
         return (
-            f"trainer.groups_per_step x rollout.samples_per_prompt is {samples}, which trainer.layout.data = {c.trainer.layout.data} does not divide. "
+            f"trainer.groups_per_step x rollout.samples_per_prompt is {samples}, which trainer.layout.data = "
+            f"{c.trainer.layout.data} does not divide. "
             "Change one of the three."
         )
     return None
@@ -277,7 +352,8 @@ def _experts_fit_the_ranks(c: RunConfig) -> str | None:
     plane = layout.data * layout.tensor
     if plane % (layout.expert * expert_tensor):
         return (
-            f"trainer.layout: expert x expert_tensor = {layout.expert * expert_tensor} must divide data x tensor = {plane}. "
+            f"trainer.layout: expert x expert_tensor = {layout.expert * expert_tensor} must divide data x tensor = "
+            f"{plane}. "
             "Lower trainer.layout.expert or raise trainer.layout.data."
         )
     return None
@@ -293,26 +369,41 @@ def _tiny_model_fits_the_layout(c: RunConfig) -> str | None:
         ("experts", tiny.experts, "expert", layout.expert),
     ):
         if size % by:
-            return f"model.tiny.{name} = {size} is not divisible by trainer.layout.{part} = {by}. Change one of the two."
+            return (
+                f"model.tiny.{name} = {size} is not divisible by trainer.layout.{part} = {by}. Change one of the two."
+            )
     if tiny.heads % tiny.key_value_heads:
-        return f"model.tiny.heads = {tiny.heads} is not divisible by model.tiny.key_value_heads = {tiny.key_value_heads}. Change one of the two."
+        return (
+            f"model.tiny.heads = {tiny.heads} is not divisible by model.tiny.key_value_heads = "
+            f"{tiny.key_value_heads}. Change one of the two."
+        )
     if tiny.experts_per_token > tiny.experts:
-        return f"model.tiny.experts_per_token = {tiny.experts_per_token} is above model.tiny.experts = {tiny.experts}. Lower it."
+        return (
+            f"model.tiny.experts_per_token = {tiny.experts_per_token} is above model.tiny.experts = "
+            f"{tiny.experts}. Lower it."
+        )
     if c.rollout.max_new_tokens >= tiny.context:
-        return f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in model.tiny.context = {tiny.context}. Lower it."
+        return (
+            f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in "
+            f"model.tiny.context = {tiny.context}. Lower it."
+        )
     return None
 
 
 def _groups_can_be_complete(c: RunConfig) -> str | None:
     if c.rollout.min_samples > c.rollout.samples_per_prompt:
-        return f"rollout.min_samples = {c.rollout.min_samples} is above rollout.samples_per_prompt = {c.rollout.samples_per_prompt}. Lower it."
+        return (
+            f"rollout.min_samples = {c.rollout.min_samples} is above rollout.samples_per_prompt = "
+            f"{c.rollout.samples_per_prompt}. Lower it."
+        )
     return None
 
 
 def _straggler_wait_covers_a_lease(c: RunConfig) -> str | None:
     if c.lag.straggler_wait_s < c.rollout.lease_s:
         return (
-            f"lag.straggler_wait_s = {c.lag.straggler_wait_s} is shorter than rollout.lease_s = {c.rollout.lease_s}: the trainer would give up on "
+            f"lag.straggler_wait_s = {c.lag.straggler_wait_s} is shorter than rollout.lease_s = "
+            f"{c.rollout.lease_s}: the trainer would give up on "
             "groups of a dead worker before they are issued again. Raise lag.straggler_wait_s or lower rollout.lease_s."
         )
     return None
