@@ -1,1 +1,1 @@
-"""The trainer: Megatron model, losses, routing replay, checkpoints and the training loop. The only package that needs torch."""
+"""The trainer: pulls groups, takes optimizer steps under the lag bound, checkpoints and publishes versions."""
