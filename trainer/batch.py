@@ -9,7 +9,7 @@ micro-batches, and padding never carries a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,15 @@ from broker.types import Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """One packed row of T tokens, S segments (the last may be padding).
+    """Some sequences, one after the other, in T rows.
 
-    token_ids: int64 [T]. position_ids: int64 [T], from 0 in each segment. sequence_starts: int32 [S + 1], first and one
-    past the last token of each segment; covers all T tokens, padding is a segment of its own. labels: int64 [T], the
-    token that follows; 0 at a sequence's last position and in padding. loss_mask: bool [T], position t predicts a
-    trainable response token. behaviour_log_probs: float32 [T], the engine's log-prob of labels[t]; 0 outside
-    responses. advantages: float32 [T]. versions: int32 [T], the version that sampled labels[t]; -1 outside responses.
-    sequence_index: int64 [T], from 0 in this micro-batch; -1 for padding. routes: int32 [T, layers, top_k] expert ids,
-    or None. routes_valid: bool [T], rows that the engine reported; rows of last tokens and padding are spread.
+    token_ids: int64 [T]. position_ids: int64 [T], from 0 in each sequence. sequence_starts: int32 [S + 1]; sequence s
+    is rows [sequence_starts[s], sequence_starts[s + 1]); rows from sequence_starts[S] on are padding. labels: int64
+    [T], the next token of the sequence, 0 where there is none. loss_mask: bool [T], True where labels[t] is a trainable
+    response token. behaviour_log_probs: float32 [T], the engine's log-prob of labels[t], 0 elsewhere. advantages:
+    float32 [T]. versions: int32 [T], the version that sampled labels[t], -1 elsewhere. sequence_index: int64 [T],
+    numbers sequences over this rank's step; -1 for padding. routes: int32 [T, layers, top_k], or None; routes_valid:
+    bool [T], rows of `routes` that hold a trace (None exactly when routes is None). T may be 0.
     """
 
     token_ids: Tensor
@@ -41,24 +41,29 @@ class MicroBatch:
     advantages: Tensor
     versions: Tensor
     sequence_index: Tensor
-    routes: Tensor | None
-    routes_valid: Tensor
+    routes: Tensor | None = None
+    routes_valid: Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        """T, padding included."""
+        """T, the number of rows, padding included."""
         return int(self.token_ids.shape[0])
 
     @property
     def sequences(self) -> int:
-        """Sequences in the row, padding not counted."""
-        return int(self.sequence_index.max().item()) + 1 if self.tokens else 0
+        """S, the number of sequences."""
+        return int(self.sequence_starts.shape[0]) - 1
+
+    def segments(self) -> Tensor:
+        """int64 [T]: index of each row's sequence within this micro-batch; S for padding."""
+        starts = self.sequence_starts.to(torch.int64)
+        lengths = torch.cat([starts[1:] - starts[:-1], (self.tokens - starts[-1:])])
+        ids = torch.arange(self.sequences + 1, device=starts.device)
+        return torch.repeat_interleave(ids, lengths, output_size=self.tokens)
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same row with all tensors on `device`."""
-        moved: dict[str, Any] = {
-            name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)
-        }
+        """The same rows with all tensors on `device`."""
+        moved: dict[str, Any] = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
         return replace(self, **moved)
 
 
@@ -106,31 +111,31 @@ def plan(
     """Which samples share a micro-batch on this rank.
 
     budget: tokens of one micro-batch; a longer sample gets one of its own. at_least: takes this rank's number of
-    micro-batches and returns the largest over all ranks (an all-reduce); the identity on one rank. Samples with and
-    without a routing trace never share a micro-batch. Some of the lists may be empty. Balanced within the budget.
+    micro-batches and returns the largest over all ranks (an all-reduce); the identity on one rank. Some of the lists may
+    be empty: every rank gets the same number, at least one.
     """
-    routed = [i for i, s in enumerate(samples) if s.trajectory.routes is not None]
-    bare = [i for i, s in enumerate(samples) if s.trajectory.routes is None]
-    bins: list[list[int]] = []
-    for kind in (routed, bare):
-        weights = [samples[i].trajectory.tokens for i in kind]
-        fitted = first_fit(weights, budget)
-        even = balance(weights, len(fitted)) if fitted else []
-        fits = all(sum(weights[i] for i in b) <= budget or len(b) == 1 for b in even)
-        bins.extend([kind[i] for i in b] for b in (even if fits else fitted))
-    bins.extend([] for _ in range(max(1, at_least(len(bins))) - len(bins)))
-    return bins
+    weights = [s.trajectory.tokens for s in samples]
+    fitted = first_fit(weights, budget)
+    even = balance(weights, len(fitted)) if fitted else []
+    bins = even if all(sum(weights[i] for i in b) <= budget or len(b) == 1 for b in even) else fitted
+    return bins + [[] for _ in range(max(1, at_least(len(bins))) - len(bins))]
 
 
-def pack(samples: Sequence[Sample], *, pad_multiple: int = 1, route_shape: tuple[int, int, int] | None) -> MicroBatch:
-    """Lay samples one after another in a row.
+def pack(
+    samples: Sequence[Sample],
+    *,
+    route_shape: tuple[int, int, int] | None,
+    pad_multiple: int = 1,
+    numbers: Sequence[int] | None = None,
+) -> MicroBatch:
+    """Lay samples one after another.
 
-    pad_multiple: T is rounded up to a multiple of it (tensor-parallel size under sequence parallelism); an empty list
-    gives one of `pad_multiple` padding tokens. route_shape: (layers, top_k, experts) of the model; None when no routes
-    are replayed. Raises ValueError if a trace does not fit the model or names an expert twice or beyond the last.
+    route_shape: (layers, top_k, experts) of the model; None when no routes are replayed. pad_multiple: T is rounded up
+    to a multiple of it. numbers: sequence_index of each sample; default 0, 1, ... Raises ValueError if a trace does not
+    fit the model, or names an expert twice for a token or beyond the last.
     """
     total = sum(s.trajectory.tokens for s in samples)
-    padded = max(-(-total // pad_multiple), 1) * pad_multiple
+    padded = -(-total // pad_multiple) * pad_multiple
     token_ids = np.zeros(padded, np.int64)
     position_ids = np.zeros(padded, np.int64)
     labels = np.zeros(padded, np.int64)
@@ -139,9 +144,9 @@ def pack(samples: Sequence[Sample], *, pad_multiple: int = 1, route_shape: tuple
     advantages = np.zeros(padded, np.float32)
     versions = np.full(padded, -1, np.int32)
     sequence_index = np.full(padded, -1, np.int64)
-    routes_valid = np.zeros(padded, np.bool_)
-    replay = route_shape is not None and all(s.trajectory.routes is not None for s in samples)
+    replay = route_shape is not None and any(s.trajectory.routes is not None for s in samples)
     routes = spread_routes(padded, route_shape) if replay and route_shape is not None else None
+    routes_valid = np.zeros(padded, np.bool_)
     starts, at = [0], 0
     for index, sample in enumerate(samples):
         t = sample.trajectory
@@ -155,17 +160,14 @@ def pack(samples: Sequence[Sample], *, pad_multiple: int = 1, route_shape: tuple
         behaviour[predicts] = t.log_probs
         advantages[predicts] = sample.advantages
         versions[predicts] = t.token_versions()
-        sequence_index[at:end] = index
-        if routes is not None and route_shape is not None:
-            assert t.routes is not None
+        sequence_index[at:end] = index if numbers is None else numbers[index]
+        if routes is not None and route_shape is not None and t.routes is not None:
             check_routes(t.routes, route_shape)
             routes[at : end - 1] = t.routes
             routes_valid[at : end - 1] = True
         starts.append(end)
         at = end
-    if at < padded:
-        position_ids[at:] = np.arange(padded - at)
-        starts.append(padded)
+    position_ids[at:] = np.arange(padded - at)
     return MicroBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(position_ids),
@@ -177,7 +179,7 @@ def pack(samples: Sequence[Sample], *, pad_multiple: int = 1, route_shape: tuple
         versions=torch.from_numpy(versions),
         sequence_index=torch.from_numpy(sequence_index),
         routes=None if routes is None else torch.from_numpy(routes),
-        routes_valid=torch.from_numpy(routes_valid),
+        routes_valid=None if routes is None else torch.from_numpy(routes_valid),
     )
 
 

@@ -7,9 +7,11 @@ fakes and the Megatron model implement the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from broker.types import (
@@ -24,85 +26,84 @@ from broker.types import (
 )
 from trainer.batch import MicroBatch
 
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], Tensor]
-"""(micro_batch, log_probs [T] float32 of `labels`, entropy [T] float32) -> scalar.
+LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, log_probs float32 [T], entropy float32 [T]) -> (scalar loss, named tensors to report).
 
-The scalar is this micro-batch's share of the step's loss, already divided by the global denominators: the loss of the
-step is the SUM over micro-batches and data-parallel ranks. So gradients are summed over data-parallel ranks, not
-averaged, and not divided by the number of micro-batches. It is called once per micro-batch, in order, on ranks that hold
-logits (the last pipeline stage; under tensor parallelism on each with the same values). A micro-batch may hold padding
-alone."""
+The loss is this micro-batch's additive share of the step's loss, already divided by the global denominators."""
+
+
+class Scores(Protocol):
+    """log_probs, entropy: float32 [T] of one micro-batch."""
+
+    @property
+    def log_probs(self) -> Tensor: ...
+    @property
+    def entropy(self) -> Tensor: ...
+
+
+class Replay(Protocol):
+    """What routing replay did in one forward_backward (trainer.megatron.policy.ReplayMetrics)."""
+
+    @property
+    def replayed_rows(self) -> int: ...
+    @property
+    def own_rows(self) -> int: ...
+    @property
+    def overlap(self) -> float | None: ...
 
 
 class PolicyPort(Protocol):
-    """The model as one rank sees it. All methods are collective: every rank calls them in the same order."""
+    """The model as one rank sees it (trainer.megatron.policy.PolicyModel). All methods are collective."""
 
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Forward without gradient: float32 [T] of each micro-batch, log-prob of `labels` at the run's temperature."""
-        ...
-
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction) -> float:
-        """Zero the gradients, accumulate those of all micro-batches, reduce them. Returns the local sum of losses."""
-        ...
-
-    def gradients_finite(self) -> bool:
-        """Whether every gradient on every rank is finite, after forward_backward; the same answer on all ranks."""
-        ...
-
-    def optimizer_step(self, learning_rate: float) -> tuple[float, bool]:
-        """Clip and apply. Returns the global gradient norm before clipping, and whether the step was applied."""
-        ...
-
-    def export_hf(self, folder: Path) -> str:
-        """Write Hugging Face weights, whole or not at all; the same on all ranks. Returns the manifest's checksum."""
-        ...
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> Sequence[Scores]: ...
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, entropy_gradient: bool = False
+    ) -> list[dict[str, Tensor]]: ...
+    def replay_metrics(self) -> Replay: ...
+    def gradients_finite(self) -> bool: ...
+    def optimizer_step(self, learning_rate: float) -> tuple[float, bool]: ...
+    def export_hf(self, folder: Path) -> object: ...
 
 
-class CheckpointPort(Protocol):
-    """Checkpoints of weights, optimizer, random state and the trainer's own JSON state. Collective."""
-
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of `step`; it is durable when this returns. Older ones beyond `keep` are removed."""
-        ...
-
-    def load_newest(self) -> dict[str, Any] | None:
-        """Load the newest good checkpoint into the model and return its state; None if there is none."""
-        ...
-
-
-class Collectives(Protocol):
-    """Small exchanges between ranks; the identity on one."""
+class Ranks(Protocol):
+    """The ranks of one trainer (trainer.megatron.parallel.Parallel)."""
 
     @property
     def rank(self) -> int: ...
     @property
-    def size(self) -> int: ...
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank's share of the batch."""
-        ...
-
+    def data_rank(self) -> int: ...
     @property
     def data_size(self) -> int: ...
-
     @property
-    def holds_logits(self) -> bool:
-        """Whether this rank is counted in sums over tokens: one rank of each data-parallel share, on the last stage."""
-        ...
+    def device(self) -> torch.device: ...
+    @property
+    def is_main(self) -> bool: ...
+    def sum_over_data(self, values: Tensor) -> Tensor: ...
+    def broadcast_bytes(self, payload: bytes | None) -> bytes: ...
+    def barrier(self) -> None: ...
 
-    def sum_(self, values: Tensor) -> Tensor:
-        """Sum over the data-parallel shares, the same on all ranks (int64 and float64)."""
-        ...
 
-    def max_(self, value: int) -> int: ...
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """`Ranks` of a trainer that is one process."""
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank."""
-        ...
+    rank: int = 0
+    data_rank: int = 0
+    data_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_main: bool = True
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in order of rank, on every rank."""
-        ...
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """`values`, unchanged."""
+        return values
+
+    def broadcast_bytes(self, payload: bytes | None) -> bytes:
+        """`payload`, which must be given."""
+        assert payload is not None
+        return payload
+
+    def barrier(self) -> None:
+        """Returns at once."""
 
 
 class TrainerBroker(Protocol):
