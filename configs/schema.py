@@ -210,16 +210,23 @@ class LossSection(Section):
     name: str = Field(
         "sat-grpo", description="Name in the loss registry (docs/losses.md): sat-grpo, sat-gspo, grpo, gspo, ..."
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip radius: the ratio is clipped at 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="Upper clip radius: the ratio is clipped at 1 + clip_high.")
-    aggregation: Literal["token-mean", "sequence-mean", "constant"] = Field(
-        "token-mean", description="Denominator of the loss over one optimizer step."
+    clip_low: float | None = Field(
+        None, gt=0, lt=1, description="Lower clip radius: the ratio is clipped at 1 - clip_low; null: the loss's own."
+    )
+    clip_high: float | None = Field(
+        None, gt=0, description="Upper clip radius: the ratio is clipped at 1 + clip_high; null: the loss's own."
+    )
+    aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = Field(
+        None, description="Denominator of the loss over one optimizer step; null: the loss's own."
     )
     constant_length: Positive | None = Field(
         None, description="K of the aggregation `constant`; null: rollout.max_new_tokens."
     )
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = Field(
-        "grpo", description="How rewards of a group become advantages."
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] | None = Field(
+        None, description="How rewards of a group become advantages; null: the loss's own."
+    )
+    parameters: dict[str, float] = Field(
+        default_factory=dict, description="Further parameters of the loss, by the names in docs/losses.md."
     )
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of an entropy bonus.")
     sat: SatSection = Field(default_factory=SatSection, description="Used by the sat-* losses.")
