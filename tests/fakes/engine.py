@@ -90,8 +90,8 @@ def folder_checksum(folder: str | Path) -> str:
 class FakeEngine:
     """State of one fake server. Attributes may be changed at any time by the test.
 
-    answer: what to sample: (prompt ids, random source) -> response ids (cut at max_new_tokens). token_seconds: time that
-    a token takes. stop_token: ends a response with finish "stop". experts 0: a dense model without routes.
+    answer: what to sample: (prompt ids, random source) -> response ids (cut at max_new_tokens). token_seconds: time
+    that a token takes. stop_token: ends a response with finish "stop". experts 0: a dense model without routes.
     """
 
     def __init__(
@@ -400,7 +400,8 @@ async def _body(request: Request) -> dict[str, Any]:
 
 async def _meet(fault: Fault, request: Request, call_next: Any) -> Response:
     if fault.kind == "hang":
-        await asyncio.wait({asyncio.ensure_future(_disconnect(request))}, timeout=fault.seconds)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_disconnect(request), fault.seconds)
     refusals: dict[str, Callable[[], Response]] = {
         "status": lambda: JSONResponse(fault.body, status_code=fault.code),
         "garbage": lambda: PlainTextResponse("<html>not json</html>"),
@@ -419,7 +420,7 @@ async def _meet(fault: Fault, request: Request, call_next: Any) -> Response:
 
 
 async def _disconnect(request: Request) -> None:
-    while not await request.is_disconnected():
+    while not await request.is_disconnected():  # noqa: ASYNC110 (ASGI has no event for it)
         await asyncio.sleep(0.01)
 
 

@@ -1,0 +1,271 @@
+"""Client of SGLang's native HTTP API: samples with what the engine says about each token, checked before use.
+
+Invariant: a `Sample` that exists is complete: token ids, log-probs, version runs and routes have matching lengths and
+every version is an integer. Every call ends within its time limit, with a result or one of the errors below.
+
+Seen with SGLang 0.5.23 on a CPU (tests/rollout/test_real_engine.py holds most of it):
+- The log-probs are those of the temperature-scaled distribution log_softmax(logits / T): they differ from a float32
+  forward pass by at most 2.4e-7 at T = 0.5, 1.0 and 1.7, while unscaled ones differ by 0.1 to 0.5. top_p and top_k do
+  not renormalise them. So the trainer divides its logits by T.
+- `n` gives a list of n answers, each with an id of its own; n = 1 gives one object. The request's `rid` then names
+  none of them: an /abort_request for it ends nothing. One request with n is 4 to 6 times faster than n requests.
+- An aborted request answers 200, finish type "abort", with the tokens, log-probs, versions and routes made so far.
+- A stop token is part of output_ids, with its log-prob.
+- A token id outside the vocabulary ends the whole server, so ids are checked here before they are sent.
+- Without --enable-return-routed-experts the routes are silently absent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+import numpy as np
+
+from broker.types import Float32Array, Int32Array, RouteArray, VersionRun
+from rollout.checkpoint import Checkpoint
+
+FINISHES = ("stop", "length", "abort")
+
+
+class EngineError(Exception):
+    """An engine did not give a usable answer. `retriable`: whether the same request may succeed later or elsewhere."""
+
+    retriable = True
+
+
+class EngineUnreachable(EngineError):
+    """No connection, or it broke."""
+
+
+class EngineTimeout(EngineError):
+    """No answer within the time limit."""
+
+
+class EngineBusy(EngineError):
+    """The engine answered 429 or 5xx."""
+
+
+class RequestRefused(EngineError):
+    """The engine, or a check before sending, refused the request itself (4xx)."""
+
+    retriable = False
+
+
+class InvalidAnswer(EngineError):
+    """The answer's parts contradict each other, or one is missing."""
+
+
+class UnconfirmedVersion(InvalidAnswer):
+    """Tokens were sampled under a version that is not an integer: weights that weight-sync has not confirmed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One response. token_ids: int32 [response]; log_probs: float32 [response]; versions: runs that cover the response.
+
+    routes: uint8 or uint16 [prompt + response - 1 - routes_start, layers, top_k] of sequence positions from
+    `routes_start`, or None for a dense model. finish: "stop", "length" or "abort". cached_tokens: prompt tokens that
+    the engine had in its cache.
+    """
+
+    token_ids: Int32Array
+    log_probs: Float32Array
+    versions: tuple[VersionRun, ...]
+    routes: RouteArray | None
+    routes_start: int
+    finish: str
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are drawn. stop_ids: tokens that end one (they are part of it). max_new_tokens: at most so many."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_ids: tuple[int, ...] = ()
+
+
+class EngineClient:
+    """Talks to one engine; use as an async context manager. Safe for any number of tasks of one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        checkpoint: Checkpoint,
+        *,
+        api_key: str | None,
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """timeout_s: longest wait for one answer, in seconds. transport: for tests."""
+        self.url, self.checkpoint, self._timeout_s = url, checkpoint, timeout_s
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        times = httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0))
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=times, limits=limits, transport=transport, trust_env=False
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; requests in flight end with an error."""
+        await self._http.aclose()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], n: int, sampling: Sampling, *, routes_start: int = 0
+    ) -> list[Sample | InvalidAnswer]:
+        """`n` samples of one prompt, in one request; an answer that cannot be used stands as its error in its place.
+
+        routes_start: first sequence position whose routes come back. Raises EngineError as a whole request can fail.
+        """
+        self._check_prompt(prompt_ids, sampling, routes_start)
+        parameters = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": list(sampling.stop_ids),
+            "n": n,
+        }
+        body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": parameters, "return_logprob": True}
+        if self.checkpoint.routed:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routes_start}
+        answers = await self._call("POST", "/generate", body)
+        answers = answers if isinstance(answers, list) else [answers]
+        if len(answers) != n:
+            raise InvalidAnswer(f"{len(answers)} answers for n = {n}")
+        return [self._sample(answer, len(prompt_ids), routes_start) for answer in answers]
+
+    async def model_info(self) -> dict[str, Any]:
+        """/model_info: model_path, weight_version, ..."""
+        answer = await self._call("GET", "/model_info")
+        if not isinstance(answer, dict):
+            raise InvalidAnswer("/model_info is not an object")
+        return answer
+
+    async def running(self) -> int:
+        """Requests that the engine computes or has waiting."""
+        answer = await self._call("GET", "/v1/loads")
+        try:
+            return sum(int(x["num_running_reqs"]) + int(x["num_waiting_reqs"]) for x in answer["loads"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidAnswer(f"/v1/loads: {error!r}") from error
+
+    def _check_prompt(self, prompt_ids: Sequence[int], sampling: Sampling, routes_start: int) -> None:
+        c = self.checkpoint
+        if not len(prompt_ids):
+            raise RequestRefused("the prompt is empty")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= c.vocabulary:
+            raise RequestRefused(
+                f"the prompt has token ids outside 0 .. {c.vocabulary - 1}: another model's tokenizer?"
+            )
+        if len(prompt_ids) + sampling.max_new_tokens > c.context:
+            raise RequestRefused(
+                f"prompt of {len(prompt_ids)} and max_new_tokens = {sampling.max_new_tokens} exceed {c.context} tokens of context"
+            )
+        if not 0 <= routes_start < len(prompt_ids):
+            raise RequestRefused(f"routes_start {routes_start} is not a position of a prompt of {len(prompt_ids)}")
+
+    def _sample(self, answer: Any, prompt: int, routes_start: int) -> Sample | InvalidAnswer:
+        try:
+            return parse_sample(answer, self.checkpoint, prompt, routes_start)
+        except InvalidAnswer as error:
+            return error
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):  # httpx's limits are for each read, this is for all of it
+                response = await self._http.request(method, path, json=body)
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise EngineTimeout(f"{self.url}{path}: no answer within {self._timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise EngineUnreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if response.status_code == 429 or response.status_code >= 500:
+            raise EngineBusy(f"{self.url}{path}: {response.status_code} {response.text[:200]}")
+        if response.status_code != 200:
+            raise RequestRefused(f"{self.url}{path}: {response.status_code} {response.text[:200]}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise InvalidAnswer(f"{self.url}{path}: the answer is not JSON") from error
+
+
+def parse_sample(answer: Any, checkpoint: Checkpoint, prompt: int, routes_start: int) -> Sample:
+    """One object of /generate's answer as a Sample. prompt: tokens of the prompt. Raises InvalidAnswer."""
+    try:
+        meta = answer["meta_info"]
+        ids = np.asarray(answer["output_ids"], np.int32)
+        finish = str(meta["finish_reason"]["type"])
+        entries = meta["output_token_logprobs"]
+        log_probs = np.asarray([entry[0] for entry in entries], np.float32)
+        named = [int(entry[1]) for entry in entries]
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise InvalidAnswer(f"/generate: {type(error).__name__}: {error}") from error
+    n = len(ids)
+    if finish not in FINISHES:
+        raise InvalidAnswer(f"finish reason {finish!r}")
+    if ids.ndim != 1 or named != ids.tolist():
+        raise InvalidAnswer(f"log-probs name {len(named)} tokens, the response has {n}, and they are not the same")
+    if not np.isfinite(log_probs).all():
+        raise InvalidAnswer("a log-prob is not finite")
+    if n == 0 and finish != "abort":
+        raise InvalidAnswer("a response without tokens that was not aborted")
+    if n and (ids.min() < 0 or ids.max() >= checkpoint.vocabulary):
+        raise InvalidAnswer(f"a token id is outside 0 .. {checkpoint.vocabulary - 1}")
+    versions = _versions(meta.get("weight_versions"), n)
+    rows = max(prompt + n - 1 - routes_start, 0)
+    routes = decode_routes(meta.get("routed_experts"), checkpoint, rows) if checkpoint.routed else None
+    return Sample(ids, log_probs, versions, routes, routes_start, finish, int(meta.get("cached_tokens") or 0))
+
+
+def _versions(spans: Any, n: int) -> tuple[VersionRun, ...]:
+    runs: list[VersionRun] = []
+    at = 0
+    if not isinstance(spans, list):
+        raise InvalidAnswer("weight_versions is missing: this needs SGLang 0.5.23 or newer")
+    for span in spans:
+        try:
+            name, start, end = str(span["version"]), int(span["start"]), int(span["end"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidAnswer(f"weight_versions: {error!r}") from error
+        if start == end:
+            continue
+        if not (name.isascii() and name.isdecimal()):
+            raise UnconfirmedVersion(f"sampled under version {name!r}, which is not an integer")
+        if start != at or end < start or (runs and int(name) < runs[-1].version):
+            raise InvalidAnswer(f"weight_versions do not continue at token {at}: {spans}")
+        runs.append(VersionRun(start, end - start, int(name)))
+        at = end
+    if at != n:
+        raise InvalidAnswer(f"weight_versions cover {at} of {n} tokens")
+    return tuple(runs)
+
+
+def decode_routes(text: Any, checkpoint: Checkpoint, rows: int) -> RouteArray:
+    """base64 of int32, little-endian, C order -> uint8 (uint16 from 257 experts) [rows, layers, top_k].
+
+    Raises InvalidAnswer if the routes are absent, not of that shape, or name an expert that does not exist.
+    """
+    if not isinstance(text, str):
+        raise InvalidAnswer("routed_experts is missing: the engine runs without --enable-return-routed-experts")
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidAnswer("routed_experts is not base64") from error
+    size = 4 * checkpoint.layers * checkpoint.top_k
+    if len(raw) != rows * size:
+        raise InvalidAnswer(f"routed_experts has {len(raw)} bytes, expected {rows} rows of {size}")
+    wide = np.frombuffer(raw, "<i4").reshape(rows, checkpoint.layers, checkpoint.top_k)
+    if rows and (wide.min() < 0 or wide.max() >= checkpoint.experts):
+        raise InvalidAnswer(f"routed_experts names experts {wide.min()} .. {wide.max()} of {checkpoint.experts}")
+    return wide.astype(np.uint8) if checkpoint.experts <= 256 else wide.astype(np.uint16)

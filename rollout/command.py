@@ -1,0 +1,74 @@
+"""The command line and environment of one SGLang server, from the configuration.
+
+Invariant: pure; the API key is never on the command line (any user of the machine can read those), it is in a file that
+only its owner can read. The server starts under a version that is not an integer, so that nothing it samples before
+weight-sync has loaded and confirmed a published version can pass for a sample of some version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import EngineSection
+from rollout.checkpoint import Checkpoint
+
+UNCONFIRMED_VERSION = "unconfirmed"
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TZ")
+INHERITED_PREFIXES = ("SGLANG_", "NCCL_", "HF_", "NVIDIA_", "TRITON_", "TORCH")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start a server. environment: all of it, not additions."""
+
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def engine_launch(
+    engine: EngineSection,
+    checkpoint: Checkpoint,
+    port: int,
+    *,
+    environment: Mapping[str, str],
+    key_file: Path | None,
+    seed: int = 0,
+) -> Launch:
+    """Command line and environment of the server on `port`.
+
+    environment: the supervisor's own, of which only what the server needs is passed on (no secrets of ours).
+    key_file: the file of `key_file_text`, or None for an open server. seed: of the server's random numbers.
+    """
+    module = "lagrange_sglang_cpu.serve" if engine.device == "cpu" else "sglang.launch_server"
+    argv = [str(engine.python), "-m", module, "--model-path", str(checkpoint.folder)]
+    argv += ["--host", engine.host, "--port", str(port), "--dtype", engine.dtype]
+    argv += ["--mem-fraction-static", f"{engine.memory_fraction:g}", "--tp-size", str(engine.tensor_parallel)]
+    argv += ["--weight-version", UNCONFIRMED_VERSION, "--random-seed", str(seed)]
+    argv += ["--skip-tokenizer-init", "--enable-metrics", "--sleep-on-idle"]
+    if engine.device == "cpu":
+        argv += ["--device", "cpu", "--attention-backend", "torch_native"]
+    if engine.max_total_tokens is not None:
+        argv += ["--max-total-tokens", str(engine.max_total_tokens)]
+    if checkpoint.routed:
+        argv += ["--enable-return-routed-experts"]
+    if key_file is not None:
+        argv += ["--config", str(key_file)]
+    return Launch((*argv, *engine.extra_arguments), _environment(engine, environment))
+
+
+def key_file_text(key: str) -> str:
+    """Content of SGLang's --config file that holds the API key (YAML; a JSON string is one)."""
+    return f"api-key: {json.dumps(key)}\n"
+
+
+def _environment(engine: EngineSection, ours: Mapping[str, str]) -> dict[str, str]:
+    kept = {k: v for k, v in ours.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
+    # One thread: two OpenMP threads on busy cores make a token 5 to 10 times slower. Offline: the checkpoint is local.
+    kept |= {"OMP_NUM_THREADS": ours.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    kept["PYTHONUNBUFFERED"] = "1"
+    if engine.device == "cpu":
+        kept["SGLANG_USE_CPU_ENGINE"] = "1"
+    return kept

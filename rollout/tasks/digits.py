@@ -1,0 +1,91 @@
+"""Three tasks on a few random digits: small enough to be learned on a CPU, and their best answer is known.
+
+Invariant: prompts use the characters `0-9 > < =` alone, which every tokenizer of this project has.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from rollout.tasks.types import Prompt, Response
+
+
+@dataclass(frozen=True, slots=True)
+class MaxDigit:
+    """`max-digit`: "371>" is to be answered by the largest digit, "7". Reward 1 for exactly that, else 0."""
+
+    seed: int
+    digits: int = 3
+    name: str = "max-digit"
+
+    def __post_init__(self) -> None:
+        _check_digits(self.digits)
+
+    def prompt(self, index: int) -> Prompt:
+        """Random digits and ">"."""
+        digits = _digits(self.name, self.seed, index, self.digits)
+        return Prompt(text=f"{digits}>", metadata={"answer": max(digits)})
+
+    def reward(self, prompt: Prompt, response: Response) -> float:
+        """1.0 if the text is the answer and nothing else, else 0.0."""
+        return float(response.text == prompt.metadata["answer"])
+
+
+@dataclass(frozen=True, slots=True)
+class Reverse:
+    """`reverse`: "371<" is to be answered by the digits in reverse, "173". Reward: share of places that are right."""
+
+    seed: int
+    digits: int = 3
+    name: str = "reverse"
+
+    def __post_init__(self) -> None:
+        _check_digits(self.digits)
+
+    def prompt(self, index: int) -> Prompt:
+        """Random digits and "<"."""
+        digits = _digits(self.name, self.seed, index, self.digits)
+        return Prompt(text=f"{digits}<", metadata={"answer": digits[::-1]})
+
+    def reward(self, prompt: Prompt, response: Response) -> float:
+        """Share of places with the right digit, in [0, 1]; text past the answer's length costs one place."""
+        return fraction_correct(response.text, prompt.metadata["answer"])
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`copy`: "371=" is to be answered by the same digits, "371". Reward: share of the places that are right."""
+
+    seed: int
+    digits: int = 3
+    name: str = "copy"
+
+    def __post_init__(self) -> None:
+        _check_digits(self.digits)
+
+    def prompt(self, index: int) -> Prompt:
+        """Random digits and "="."""
+        digits = _digits(self.name, self.seed, index, self.digits)
+        return Prompt(text=f"{digits}=", metadata={"answer": digits})
+
+    def reward(self, prompt: Prompt, response: Response) -> float:
+        """Share of places with the right digit, in [0, 1]; text past the answer's length costs one place."""
+        return fraction_correct(response.text, prompt.metadata["answer"])
+
+
+def fraction_correct(text: str, answer: str) -> float:
+    """Share of the answer's places that `text` has right; any text past its end takes one place away. In [0, 1]."""
+    right = sum(a == b for a, b in zip(text, answer, strict=False))
+    return max(right - (len(text) > len(answer)), 0) / len(answer)
+
+
+def _digits(name: str, seed: int, index: int, count: int) -> str:
+    # A source of its own for each prompt: any worker can make any prompt without the ones before it.
+    source = random.Random(f"{name}/{seed}/{index}")
+    return "".join(source.choice("0123456789") for _ in range(count))
+
+
+def _check_digits(digits: int) -> None:
+    if not isinstance(digits, int) or not 1 <= digits <= 64:
+        raise ValueError(f"digits is {digits!r}, expected 1 to 64")

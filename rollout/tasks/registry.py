@@ -1,0 +1,54 @@
+"""The registry of tasks: how a name becomes a task.
+
+Invariant: a task is a pure function of (seed, parameters, prompt index): every worker, and the same worker after a
+restart, gives the same prompt for an index. Built-in names win over those of installed packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from configs.load import ConfigError
+from rollout.tasks.digits import Copy, MaxDigit, Reverse
+from rollout.tasks.types import Task
+
+ENTRY_POINTS = "lagrange.tasks"
+BUILT_IN: Mapping[str, Callable[..., Task]] = {"max-digit": MaxDigit, "reverse": Reverse, "copy": Copy}
+
+
+def task_names() -> tuple[str, ...]:
+    """Names that `make_task` knows: the built-in ones and those of installed packages."""
+    return tuple(sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))}))
+
+
+def make_task(name: str, seed: int, parameters: Mapping[str, Any] | None = None) -> Task:
+    """The task `name`. seed: of the run. parameters: keyword arguments of its factory (`task.parameters`).
+
+    A package adds a task by an entry point of group "lagrange.tasks" that names a factory (seed, **parameters) -> Task.
+    Raises ConfigError if there is no such task, its package does not import, or it refuses its parameters.
+    """
+    factory = BUILT_IN.get(name) or _installed(name)
+    try:
+        task = factory(seed=seed, **(parameters or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"task.parameters of {name!r}: {error}. Look up its parameters in docs/add-a-task.md."
+        ) from error
+    if not isinstance(task, Task):
+        raise ConfigError(f"task.name: {name!r} gives {type(task).__name__}, which lacks name, prompt or reward")
+    return task
+
+
+def _installed(name: str) -> Callable[..., Task]:
+    points = tuple(entry_points(group=ENTRY_POINTS, name=name))
+    if not points:
+        raise ConfigError(
+            f"task.name: there is no task {name!r}, only {', '.join(task_names())}. See docs/add-a-task.md to add one."
+        )
+    try:
+        factory: Callable[..., Task] = next(iter(points)).load()
+    except Exception as error:  # a package's own import may fail in any way
+        raise ConfigError(f"task.name: {name!r} does not import: {type(error).__name__}: {error}") from error
+    return factory
