@@ -111,8 +111,8 @@ def plan(
     """Which samples share a micro-batch on this rank.
 
     budget: tokens of one micro-batch; a longer sample gets one of its own. at_least: takes this rank's number of
-    micro-batches and returns the largest over all ranks (an all-reduce); the identity on one rank. Some of the lists may
-    be empty: every rank gets the same number, at least one.
+    micro-batches and returns the largest over all ranks (an all-reduce); the identity on one rank. Some of the lists
+    may be empty: every rank gets the same number, at least one.
     """
     weights = [s.trajectory.tokens for s in samples]
     fitted = first_fit(weights, budget)

@@ -1,0 +1,108 @@
+"""From a resolved loss to the function that forward_backward calls: what must be known of the whole step comes first.
+
+Invariant: the loss of a step is the sum of what the function returns over all micro-batches and data-parallel ranks,
+the same under every layout and micro-batching (with the scope `microbatch`, SAT's gate is the one exception).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.batch import MicroBatch
+from trainer.losses.catalogue import LossSettings
+from trainer.losses.policy import FUNCTIONS, StepContext, second_moments
+from trainer.losses.sat import OFF, Gate, measure_gate
+from trainer.losses.tokens import Denominators, Objective, Tokens, active_counts, aggregate, tokens_of
+from trainer.ports import LossFunction
+from trainer.quantile import SumCounts, alone, prefix_mean_threshold
+
+
+def denominators(
+    batches: Sequence[MicroBatch], log_probs: Sequence[Tensor] | None, sum_over: SumCounts
+) -> Denominators:
+    """Active tokens and non-empty sequences over all micro-batches and ranks. Collective.
+
+    log_probs: of the pass before the update, if one was made: then tokens whose log-prob is not finite are left out
+    too. Otherwise only what can be seen without the model: mask and the engine's log-probs.
+    """
+    count = torch.zeros(2, dtype=torch.int64)
+    for index, batch in enumerate(batches):
+        scores = torch.zeros(batch.tokens) if log_probs is None else log_probs[index]
+        counts = active_counts(tokens_of(batch, scores.to(batch.token_ids.device)))[:-1]
+        count += torch.stack([counts.sum().to(torch.int64), (counts > 0).sum()]).cpu()
+    tokens, sequences = sum_over(count).tolist()
+    return Denominators(int(tokens), int(sequences))
+
+
+def prepare(
+    settings: LossSettings,
+    batches: Sequence[MicroBatch],
+    log_probs: Sequence[Tensor] | None,
+    entropy: Sequence[Tensor] | None = None,
+    *,
+    previous: Gate | None = None,
+    sum_over: SumCounts = alone,
+) -> StepContext:
+    """All that the loss needs to know of the step. Collective over the data-parallel ranks.
+
+    log_probs: of the pass before the update, [T] each; required if settings.needs_log_prob_pass. previous: the global
+    gate of the step before (scope `lagged`; none yet: SAT is off for one step).
+    """
+    counts = denominators(batches, log_probs, sum_over)
+    parts: list[Tokens] = []
+    if log_probs is not None:
+        parts = [tokens_of(b, scores) for b, scores in zip(batches, log_probs, strict=True)]
+    gate = None
+    if settings.entry.sat and settings.sat.scope == "global":
+        gate = measure_gate(parts, settings.sat, sequence=settings.entry.sequence, sum_counts=sum_over)
+    elif settings.entry.sat and settings.sat.scope == "lagged":
+        gate = previous or OFF
+    threshold = None
+    if settings.entry.batch_threshold:
+        moments = torch.cat([second_moments(t)[t.active] for t in parts]) if parts else torch.zeros(0)
+        threshold = prefix_mean_threshold(moments, settings.parameters["threshold"], sum_over=sum_over)
+    return StepContext(counts, gate, threshold)
+
+
+def loss_function(settings: LossSettings, context: StepContext) -> LossFunction:
+    """The function that forward_backward calls for each micro-batch.
+
+    It reports, all detached: loss [] float64; log_probs, entropy float32 [T]; clipped bool [T]; and for SAT
+    newly_clipped and gated bool [T], contraction, radius_low and radius_high float32 [T]. Each micro-batch of a run
+    reports the same names.
+    """
+    kernel = FUNCTIONS[settings.entry.function]
+
+    def evaluate(batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens = tokens_of(batch, log_probs, entropy)
+        objective = kernel(tokens, settings, context)
+        loss = -aggregate(
+            objective.values, tokens, context.denominators, settings.aggregation, settings.constant_length
+        )
+        if settings.entropy_coefficient:
+            bonus = aggregate(
+                tokens.entropy, tokens, context.denominators, settings.aggregation, settings.constant_length
+            )
+            loss = loss - settings.entropy_coefficient * bonus
+        # A loss without active tokens must still belong to the graph: pipelines and DDP expect a backward on each rank.
+        loss = loss + 0.0 * tokens.log_probs.sum()
+        return loss, _report(loss, log_probs, tokens, objective, sat=settings.entry.sat)
+
+    return evaluate
+
+
+def _report(loss: Tensor, log_probs: Tensor, tokens: Tokens, objective: Objective, *, sat: bool) -> dict[str, Tensor]:
+    report = {
+        "loss": loss.detach().to(torch.float64),
+        "log_probs": log_probs.detach().float(),
+        "entropy": tokens.entropy.detach().float(),
+        "clipped": objective.clipped,
+    }
+    if sat:
+        for name in ("newly_clipped", "gated", "contraction", "radius_low", "radius_high"):
+            value = getattr(objective, name)
+            report[name] = value if value.dtype == torch.bool else value.float()
+    return report
