@@ -1,0 +1,205 @@
+"""The command line: `lagrange <command>`.
+
+Invariant: a command imports only what it runs (torch for the trainer alone); a problem that the user can mend is one
+message on standard error and an exit code, without a traceback unless --debug is given.
+
+Exit codes: 0 done; 1 failed, starting again may help; 2 the configuration or the call cannot be used; 3 failed, and
+starting again cannot help; 130 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from configs import ConfigError, RunConfig, load_config
+
+app = typer.Typer(
+    name="lagrange",
+    help="Asynchronous reinforcement learning for language models, with a hard bound on policy lag.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+FileArgument = Annotated[Path, typer.Argument(help="A run's configuration, for instance configs/local.yaml.")]
+ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration.")]
+IndexOption = Annotated[int, typer.Option("--index", min=0, help="Which of the equal processes this is, from 0.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Overrides one field, as in lag.max=4.")
+]
+RunArgument = Annotated[Path, typer.Argument(help="A run's folder, runs/<id>.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options of every command; `main` reads --debug itself."""
+
+
+@app.command()
+def up(
+    file: Annotated[Path | None, typer.Argument(help="A run's configuration, configs/local.yaml.")] = None,
+    settings: SetOption = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run's folder, runs/<id>.")] = None,
+) -> None:
+    """Run a whole loop on this machine: Redis, engines, trainer, workers and services."""
+    from services.local import up as local  # noqa: PLC0415
+
+    raise typer.Exit(local.run(file, overrides=overrides(settings), resume=resume))
+
+
+@app.command()
+def check(file: FileArgument, settings: SetOption = None) -> None:
+    """Say what a configuration means, and what is wrong with it. Exit code 0: it can run; 2: it cannot."""
+    from configs import check as checks  # noqa: PLC0415
+
+    config = load_config(file, overrides(settings))
+    found = checks.errors(config)
+    if found:
+        raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for topic, sentence in checks.meaning(config):
+        table.add_row(topic, escape(sentence))
+    console.print(f"[green]{escape(str(file))} is valid.[/]")
+    console.print(table)
+    for warning in checks.warnings(config):
+        console.print(f"[yellow]warning[/]  {escape(warning)}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a configuration: every field with its meaning, unit and default."""
+    typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+
+
+@app.command()
+def engine(config: ConfigOption, index: IndexOption = 0) -> None:
+    """Start one SGLang engine and register it."""
+    from rollout import engine as process  # noqa: PLC0415
+
+    raise typer.Exit(process.main(load_config(config), index))
+
+
+@app.command()
+def rollout(config: ConfigOption, index: IndexOption = 0) -> None:
+    """Start one rollout worker."""
+    from rollout import worker as process  # noqa: PLC0415
+
+    raise typer.Exit(process.main(load_config(config), index))
+
+
+@app.command()
+def trainer(config: ConfigOption) -> None:
+    """Start the trainer, with all its ranks on this machine."""
+    from trainer import main as process  # noqa: PLC0415
+
+    raise typer.Exit(process.run(load_config(config)))
+
+
+@app.command("weight-sync")
+def weight_sync(config: ConfigOption) -> None:
+    """Start the service that carries new versions to the engines."""
+    from services.weight_sync import main as process  # noqa: PLC0415
+
+    raise typer.Exit(process.run(load_config(config)))
+
+
+@app.command()
+def monitor(config: ConfigOption) -> None:
+    """Start the service that shows queue, staleness and ledger over HTTP."""
+    from services.monitor import main as process  # noqa: PLC0415
+
+    raise typer.Exit(process.run(load_config(config)))
+
+
+@app.command()
+def status(folder: RunArgument) -> None:
+    """Show a running run once: step, lag, queue, engines and ledger."""
+    from broker.queue import Broker  # noqa: PLC0415
+    from services.local.live import ProcessFacts, screen, view_of  # noqa: PLC0415
+    from services.local.metrics import read_metrics  # noqa: PLC0415
+
+    config = run_config(folder)
+    if config.redis.url is None:
+        raise ConfigError(f"{folder}/config.yaml: redis.url is not set, so there is nothing to ask.")
+    broker = Broker.connect(
+        config.redis.url,
+        config.run.id,
+        password=os.environ.get("LAGRANGE_REDIS_PASSWORD"),
+        timeout_s=config.redis.timeout_s,
+    )
+    try:
+        snapshot = broker.snapshot()
+    finally:
+        broker.close()
+    records = read_metrics(folder / "metrics.jsonl")
+    rewards = [float(r["reward_mean"]) for r in records if isinstance(r.get("reward_mean"), int | float)]
+    elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
+    facts = ProcessFacts(elapsed, f"http://{config.monitor.host}:{config.monitor.port}", str(folder))
+    Console().print(screen(view_of(snapshot, rewards, facts)))
+
+
+@app.command()
+def report(folder: RunArgument) -> None:
+    """Draw runs/<id>/report.html again from the run's metrics and ledger."""
+    from services.local.report import draw_report  # noqa: PLC0415
+
+    typer.echo(str(draw_report(folder, run_config(folder))))
+
+
+def run_config(folder: Path) -> RunConfig:
+    """The resolved configuration of a run's folder. Raises ConfigError."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder}: no run (config.yaml is missing). Name a folder runs/<id>.")
+    return load_config(folder / "config.yaml")
+
+
+def overrides(settings: list[str] | None) -> dict[str, Any]:
+    """["lag.max=4"] as {"lag.max": 4}; values are read as YAML. Raises ConfigError."""
+    out: dict[str, Any] = {}
+    for setting in settings or []:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {setting}: expected NAME=VALUE, as in lag.max=4")
+        try:
+            out[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {setting}: {value!r} is not a YAML value") from error
+    return out
+
+
+def user_errors() -> tuple[type[Exception], ...]:
+    """Exceptions whose text is meant for the user. The broker's are known only where its client was imported."""
+    found: list[type[Exception]] = [ConfigError]
+    for module, names in (
+        ("services.local.layout", ("CannotStart",)),
+        ("broker.queue", ("BrokerUnavailable", "SchemaMismatch")),
+    ):
+        loaded = sys.modules.get(module)
+        found += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
+    return tuple(found)
+
+
+def main() -> None:
+    """Entry point of `lagrange` and of `python -m services`."""
+    try:
+        app()
+    except Exception as error:
+        if "--debug" in sys.argv or not isinstance(error, user_errors()):
+            raise
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

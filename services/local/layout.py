@@ -1,0 +1,141 @@
+"""What a run's configuration becomes on this machine: folder, ports, model, and the list of processes to start.
+
+Invariant: the resolved configuration in runs/<id>/config.yaml is the only thing that processes are told; it holds no
+port 0, no relative path and no model that still has to be made, and resolving it again changes nothing but ports that
+are taken.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs import RunConfig
+
+
+class CannotStart(Exception):
+    """Something that must be mended before the run can start; the message says what and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process of the run. name: unique, "worker-0". command: arguments after `lagrange`."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+def roles(config: RunConfig, file: Path) -> tuple[Role, ...]:
+    """The processes of a run in the order in which they start; `file` is its resolved configuration."""
+
+    def of(name: str, command: str, index: int | None = None) -> Role:
+        number = () if index is None else ("--index", str(index))
+        return Role(name, (command, "--config", str(file), *number))
+
+    engines = () if config.engine.urls else tuple(range(config.engine.replicas))
+    return (
+        *(of(f"engine-{i}", "engine", i) for i in engines),
+        of("weight-sync", "weight-sync"),
+        of("monitor", "monitor"),
+        of("trainer", "trainer"),
+        *(of(f"worker-{i}", "rollout", i) for i in range(config.rollout.workers)),
+    )
+
+
+def new_run_id(name: str, now: time.struct_time, taken: Collection[str] = ()) -> str:
+    """`name` and the time of day, as in local-20261129-203515; a number is added if that folder exists."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
+    candidate, number = stem, 2
+    while candidate in taken:
+        candidate, number = f"{stem}-{number}", number + 1
+    return candidate
+
+
+def free_port(host: str) -> int:
+    """A port on which nothing listens now. Raises CannotStart if `host` is not an address of this machine."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise CannotStart(f"cannot listen on {host}: {error.strerror}. Set the host to 127.0.0.1.") from error
+        return int(probe.getsockname()[1])
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def resolve(config: RunConfig, run_id: str, directory: Path, *, move_taken_ports: bool = False) -> RunConfig:
+    """The configuration that every process of run `run_id` reads: absolute paths, real ports, the model's folder.
+
+    move_taken_ports: a port that is in use is replaced (a resumed run, whose ports were chosen for it) instead of
+    refused. Raises CannotStart if a port that the file asks for is taken.
+    """
+    tree = config.model_dump(mode="python")
+    folder = directory.absolute() / run_id
+    tree["run"].update(id=run_id, directory=folder.parent)
+    tree["engine"]["python"] = config.engine.python.absolute()
+    if config.model.tiny is not None:
+        tree["model"] = {"path": folder / "model", "tiny": None}
+    elif config.model.path is not None:
+        tree["model"]["path"] = config.model.path.absolute()
+    ports = _Ports(move_taken_ports)
+    if embeds_redis(config):
+        port = ports.choose("redis.port", config.redis.port, "127.0.0.1")
+        tree["redis"].update(port=port, url=embedded_url(port))
+    for section, part in (("weight_sync", config.weight_sync), ("monitor", config.monitor)):
+        tree[section]["port"] = ports.choose(f"{section}.port", part.port, part.host)
+    tree["trainer"]["port"] = ports.choose("trainer.port", config.trainer.port, "127.0.0.1")
+    if not config.engine.urls:
+        tree["engine"]["port"] = ports.choose(
+            "engine.port", config.engine.port, config.engine.host, config.engine.replicas
+        )
+    return RunConfig.model_validate(tree)
+
+
+def embedded_url(port: int) -> str:
+    """Address of the embedded Redis."""
+    return f"redis://127.0.0.1:{port}/0"
+
+
+def embeds_redis(config: RunConfig) -> bool:
+    """Whether `lagrange up` starts Redis itself: no address is given, or the address is the one it gave itself."""
+    return config.redis.url is None or config.redis.url == embedded_url(config.redis.port)
+
+
+class _Ports:
+    """Hands out ports, none of them twice."""
+
+    def __init__(self, move_taken: bool) -> None:
+        self._move_taken = move_taken
+        self._given: set[int] = set()
+
+    def choose(self, field: str, wanted: int, host: str, length: int = 1) -> int:
+        """`wanted` if it and the length - 1 ports after it are free; any such port if it is 0 or may be moved."""
+        if wanted:
+            taken = [p for p in range(wanted, wanted + length) if p in self._given or not port_is_free(host, p)]
+            if taken and not self._move_taken:
+                raise CannotStart(
+                    f"{field}: port {taken[0]} on {host} is in use. End what listens there, or set {field}: 0 "
+                    "for a free one."
+                )
+            if not taken:
+                self._given.update(range(wanted, wanted + length))
+                return wanted
+        for _ in range(256):
+            first = free_port(host)
+            block = range(first, first + length)
+            if not self._given.intersection(block) and all(p <= 65535 and port_is_free(host, p) for p in block):
+                self._given.update(block)
+                return first
+        raise CannotStart(f"{field}: no {length} free ports in a row on {host}. Set {field} to the first of such.")

@@ -1,0 +1,234 @@
+"""The terminal view of a local run: a pure model of what is shown, and two ways to show it.
+
+Invariant: `view_of` is a function of one snapshot and of facts about the processes; everything on the screen at one
+moment is therefore of one moment. Nothing here reads a clock, a file or Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group as Rows
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from broker.types import Snapshot
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+REWARD_POINTS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What `up` knows of its processes. restarts: (name, how often started again). news: what happened last."""
+
+    elapsed_s: float
+    monitor_url: str
+    folder: str
+    restarts: tuple[tuple[str, int], ...] = ()
+    news: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine: its name, state and confirmed version (-1: none yet)."""
+
+    name: str
+    state: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveView:
+    """What the terminal shows. lag: (min, mean, max) over the tokens of the last step; None before the first."""
+
+    run: str
+    status: str
+    step: int
+    steps_total: int
+    version: int
+    reward: float | None
+    rewards: tuple[float, ...]
+    lag: tuple[int, float, int] | None
+    max_lag: int
+    ready: int
+    generating: int
+    limit: int
+    trainer_wait: float | None
+    tokens_per_s: float | None
+    engines: tuple[EngineView, ...]
+    closes: bool
+    ledger: str
+    eta_s: float | None
+    facts: ProcessFacts
+
+
+def view_of(snapshot: Snapshot | None, rewards: Sequence[float], facts: ProcessFacts) -> LiveView:
+    """The view at the time of `snapshot` (None: no answer of Redis yet). rewards: mean reward of each step so far."""
+    if snapshot is None:
+        return LiveView(
+            "", "starting", 0, 0, -1, None, (), None, 0, 0, 0, 0, None, None, (), True, "nothing issued", None, facts
+        )
+    metrics, groups = snapshot.metrics, snapshot.groups
+    lag_mean = number(metrics, "lag_mean")
+    return LiveView(
+        run=snapshot.run,
+        status=snapshot.status,
+        step=snapshot.step,
+        steps_total=snapshot.steps_total,
+        version=snapshot.version,
+        reward=number(metrics, "reward_mean"),
+        rewards=tuple(rewards[-REWARD_POINTS:]),
+        lag=None
+        if lag_mean is None
+        else (int(number(metrics, "lag_min") or 0), lag_mean, int(number(metrics, "lag_max") or 0)),
+        max_lag=snapshot.max_lag,
+        ready=groups.ready,
+        generating=groups.generating,
+        limit=(snapshot.max_lag + 1) * snapshot.groups_per_step,
+        trainer_wait=wait_share(metrics),
+        tokens_per_s=number(metrics, "tokens_per_s"),
+        engines=tuple(EngineView(e.engine_id, str(e.state), e.version) for e in snapshot.engines),
+        closes=groups.closes and snapshot.tokens.closes,
+        ledger=(
+            f"{groups.issued} issued = {groups.trained} trained + {groups.filtered} without gradient"
+            f" + {groups.stale} stale + {groups.failed} failed + {groups.generating + groups.ready + groups.leased} in flight"
+        ),
+        eta_s=remaining_s(snapshot, metrics),
+        facts=facts,
+    )
+
+
+def number(metrics: dict[str, object], key: str) -> float | None:
+    """A metric as a float, or None if it is absent or no number."""
+    value = metrics.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def wait_share(metrics: dict[str, object]) -> float | None:
+    """Share of the last step that the trainer waited for groups, between 0 and 1."""
+    wait, step = number(metrics, "wait_s"), number(metrics, "step_s")
+    if wait is None or step is None or max(wait, step) <= 0:
+        return None
+    return min(1.0, wait / max(wait, step))
+
+
+def remaining_s(snapshot: Snapshot, metrics: dict[str, object]) -> float | None:
+    """Seconds until the last step at the average pace so far; None before the pace is known."""
+    elapsed = number(metrics, "time_s")
+    if elapsed is None or snapshot.step < 3:
+        return None
+    return elapsed / snapshot.step * (snapshot.steps_total - snapshot.step)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as a row of blocks, the lowest as the first block and the highest as the last; "" for no values."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    span = high - low
+    if span <= 0:
+        return BLOCKS[3] * len(values)
+    return "".join(BLOCKS[min(len(BLOCKS) - 1, int((v - low) / span * len(BLOCKS)))] for v in values)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 0:42 or 1:02:03."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def plain_line(view: LiveView) -> str:
+    """One line for a log or a pipe."""
+    parts = [f"{duration(view.facts.elapsed_s)} {view.status}"]
+    if view.reward is None:
+        parts.append("engines " + (", ".join(f"{e.name} {e.state}" for e in view.engines) or "starting"))
+    else:
+        parts.append(f"step {view.step}/{view.steps_total}  reward {view.reward:.3f}")
+        if view.lag is not None:
+            parts.append(f"lag {view.lag[0]}/{view.lag[1]:.2f}/{view.lag[2]} of {view.max_lag}")
+        parts.append(f"queue {view.ready}")
+        if view.trainer_wait is not None:
+            parts.append(f"trainer waits {view.trainer_wait:.0%}")
+        parts.append("engines " + ", ".join(f"v{e.version} {e.state}" for e in view.engines))
+        parts.append("ledger closes" if view.closes else "LEDGER OPEN")
+        if view.eta_s is not None:
+            parts.append(f"{duration(view.eta_s)} left")
+    if view.facts.news:
+        parts.append(view.facts.news)
+    return "  |  ".join(parts)
+
+
+def screen(view: LiveView) -> Panel:
+    """The whole view for a terminal."""
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(style="dim", no_wrap=True, width=14)
+    table.add_column(ratio=1)
+    total = max(view.steps_total, 1)
+    head = Table.grid(padding=(0, 2), expand=True)
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(no_wrap=True)
+    left = "" if view.eta_s is None else f"{duration(view.eta_s)} left"
+    head.add_row(
+        f"[bold]{view.step}[/] / {view.steps_total}", ProgressBar(total=total, completed=min(view.step, total)), left
+    )
+    table.add_row("step", head)
+    table.add_row("reward", _reward(view))
+    table.add_row("lag", _lag(view))
+    table.add_row(
+        "queue", f"{view.ready} groups ready, {view.generating} generating [dim](limit by the bound {view.limit})[/]"
+    )
+    table.add_row("trainer", _trainer(view))
+    table.add_row("engines", _engines(view))
+    mark = "[green]closes[/]" if view.closes else "[bold red]does not close[/]"
+    table.add_row("ledger", f"{mark}  [dim]{view.ledger}[/]")
+    table.add_row("monitor", f"[link={view.facts.monitor_url}]{view.facts.monitor_url}[/link]")
+    restarts = ", ".join(f"{name} x{count}" for name, count in view.facts.restarts)
+    if restarts:
+        table.add_row("restarted", f"[yellow]{restarts}[/]")
+    rows: list[Table | Text] = [table]
+    if view.facts.news:
+        rows.append(Text(view.facts.news, style="yellow"))
+    return Panel(
+        Rows(*rows),
+        title=f"[bold]Lagrange[/]  {view.run}",
+        subtitle=f"{view.status}, {duration(view.facts.elapsed_s)}, Ctrl-C stops (and the run resumes)",
+        border_style="cyan",
+        padding=(1, 2),
+    )
+
+
+def _reward(view: LiveView) -> str:
+    if view.reward is None:
+        return "[dim]no step yet[/]"
+    return f"[bold green]{view.reward:.3f}[/]  [green]{sparkline(view.rewards)}[/]"
+
+
+def _lag(view: LiveView) -> str:
+    if view.lag is None:
+        return f"[dim]bound[/] {view.max_lag}"
+    low, mean, high = view.lag
+    style = "bold red" if high > view.max_lag else "bold"
+    return f"[{style}]{low} / {mean:.2f} / {high}[/] [dim](min, mean, max of the last step)  bound[/] {view.max_lag}"
+
+
+def _trainer(view: LiveView) -> str:
+    wait = "" if view.trainer_wait is None else f"waits {view.trainer_wait:.0%} of a step, "
+    speed = "" if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f} tokens a second, "
+    return f"{wait}{speed}version {view.version}"
+
+
+def _engines(view: LiveView) -> str:
+    if not view.engines:
+        return "[dim]starting (SGLang needs about half a minute)[/]"
+    return ", ".join(
+        f"{e.name} [{'green' if e.state == 'serving' else 'yellow'}]{e.state}[/] "
+        + (f"v{e.version}" if e.version >= 0 else "[dim]no version yet[/]")
+        for e in view.engines
+    )

@@ -1,0 +1,67 @@
+"""Reads runs/<id>/metrics.jsonl, one record for each optimizer step, while the trainer writes it.
+
+Invariant: a line that is not yet whole is read later; after a resume the record of a step is the one written last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def parse(lines: Iterable[str]) -> list[Record]:
+    """Records by rising step; of two for one step the later counts, and lines that are no records are left out."""
+    by_step: dict[int, Record] = {}
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            step = record["step"]
+            by_step = {s: r for s, r in by_step.items() if s < step} if step in by_step else by_step
+            by_step[step] = record
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All records of a file; none if it does not exist."""
+    try:
+        return parse(path.read_text(encoding="utf-8").splitlines())
+    except FileNotFoundError:
+        return []
+
+
+class MetricsTail:
+    """The mean reward of every step so far, read as the file grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rewards: dict[int, float] = {}
+
+    @property
+    def rewards(self) -> list[float]:
+        """reward_mean by rising step."""
+        return [self._rewards[step] for step in sorted(self._rewards)]
+
+    def read(self) -> None:
+        """Take in what was appended since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        whole, _, _ = new.rpartition(b"\n")
+        if not whole:
+            return
+        self._offset += len(whole) + 1
+        for record in parse(whole.decode("utf-8", "replace").splitlines()):
+            reward = record.get("reward_mean")
+            if isinstance(reward, int | float):
+                self._rewards[record["step"]] = float(reward)

@@ -1,0 +1,118 @@
+"""From a configuration file, or a run to go on with, to a folder that is ready to start.
+
+Invariant: nothing is written before everything that can be checked was checked, and a run's folder is held by at most
+one `lagrange up`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs import RunConfig, load_config, save_config
+from configs.schema import TinyModel
+from services.local.layout import CannotStart, new_run_id, resolve
+from services.local.preflight import free_bytes, problems
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run to start. config: resolved (layout.resolve). tiny: the model still to be made, if any."""
+
+    config: RunConfig
+    tiny: TinyModel | None
+    resumed: bool
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.config.run.folder
+
+    @property
+    def file(self) -> Path:
+        """The resolved configuration that every process reads."""
+        return self.folder / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the log files."""
+        return self.folder / "logs"
+
+
+def plan_new(file: Path, overrides: dict[str, Any]) -> Plan:
+    """A new run of `file`, with an id and a folder of its own. Raises ConfigError and CannotStart."""
+    asked = load_config(file, overrides)
+    directory = asked.run.directory.absolute()
+    taken = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    run_id = asked.run.id or new_run_id(asked.run.name, time.localtime(), taken)
+    folder = directory / run_id
+    if (folder / "config.yaml").exists():
+        raise CannotStart(
+            f"run.id: {folder} exists. Go on with it by `lagrange up --resume {folder}`, or choose another run.id."
+        )
+    return _checked(asked, Plan(resolve(asked, run_id, directory), asked.model.tiny, resumed=False))
+
+
+def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
+    """Go on with the run in `folder`, which may have been moved. Raises ConfigError and CannotStart."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise CannotStart(f"--resume {folder}: no config.yaml there. Name the folder of a run, runs/<id>.")
+    with only_one(folder):  # its ports are in use while another `up` runs: say so, rather than move them
+        config = load_config(file, overrides)
+        place = folder.absolute()
+        if config.model.path == config.run.folder / "model":
+            config = config.model_copy(
+                update={"model": config.model.model_copy(update={"path": place / "model"})},
+            )
+        resolved = resolve(config, place.name, place.parent, move_taken_ports=True)
+    return _checked(resolved, Plan(resolved, None, resumed=True))
+
+
+def prepare(plan: Plan) -> None:
+    """Make the run's folder, the tiny model and the resolved configuration. Raises CannotStart if the disk refuses."""
+    from services.local.tiny_model import write_tiny_model  # noqa: PLC0415 - a run that is refused needs no numpy
+
+    try:
+        plan.logs.mkdir(parents=True, exist_ok=True)
+        if plan.tiny is not None and plan.config.model.path is not None:
+            write_tiny_model(plan.tiny, plan.config.run.seed, plan.config.model.path)
+        save_config(plan.config, plan.file)
+    except OSError as error:
+        raise CannotStart(f"{plan.folder}: cannot be written ({error.strerror}). Set run.directory.") from error
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold the run's folder; CannotStart if another `up` holds it. The kernel lets go when we end, however we end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "up.lock").open("a+")
+    except OSError as error:
+        raise CannotStart(f"{folder}: cannot be written ({error.strerror}). Set run.directory.") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise CannotStart(
+                f"{folder}: another `lagrange up` runs here (process {holder}). Stop it first."
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def _checked(asked: RunConfig, plan: Plan) -> Plan:
+    found = problems(asked, free=free_bytes(plan.folder))
+    if found:
+        raise CannotStart("\n".join(found))
+    return plan

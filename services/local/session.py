@@ -1,0 +1,304 @@
+"""One running `lagrange up`: starts the processes of a plan, watches them, and ends them in order.
+
+Invariant: every process that was started is stopped on every way out of `Session.run`, within the budget; what follows
+a process's end is decided by supervision.py alone; what is shown is one snapshot (live.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from broker.queue import Broker, BrokerUnavailable
+from broker.types import Snapshot
+from services.local.layout import CannotStart, Role, embeds_redis, roles
+from services.local.live import ProcessFacts, plain_line, screen, view_of
+from services.local.metrics import MetricsTail
+from services.local.plan import Plan
+from services.local.processes import Processes, explain_log
+from services.local.report import write_report
+from services.local.supervision import (
+    End,
+    Ended,
+    History,
+    Restart,
+    RestartPolicy,
+    after_exit,
+    describe_exit,
+    recorded,
+)
+
+STOPPED = 130  # exit code after Ctrl-C, as shells use it
+Commands = Callable[[Role], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Seconds that each group of processes gets to end by itself; their sum stays below ten."""
+
+    workers_and_trainer: float = 4.5
+    services_and_engines: float = 2.5
+    redis: float = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How `up` behaves; tests change it. line_every_s: pace of the plain output when there is no terminal."""
+
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    budget: Budget = field(default_factory=Budget)
+    poll_s: float = 0.1
+    look_every_s: float = 0.5
+    line_every_s: float = 5.0
+    redis_start_s: float = 15.0
+
+
+def own_command(role: Role) -> list[str]:
+    """The command line of a role: this interpreter, and the same command that compose and Kubernetes use."""
+    return [sys.executable, "-m", "services", *role.command]
+
+
+def child_environment() -> dict[str, str]:
+    """What every process gets besides our own environment: one compute thread unless told otherwise, and the place of
+    our packages if they are not installed."""
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"}
+    try:
+        metadata.distribution("lagrange-rl")
+    except metadata.PackageNotFoundError:
+        root = str(Path(__file__).resolve().parents[2])
+        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return environment
+
+
+class Session:
+    """See the module. `asked` grows when somebody asks us to stop (up.stop_requests)."""
+
+    def __init__(
+        self, plan: Plan, commands: Commands, settings: Settings, console: Console, asked: Sequence[int]
+    ) -> None:
+        self._plan = plan
+        self._commands = commands
+        self._settings = settings
+        self._console = console
+        self._asked = asked
+        self._roles = {role.name: role for role in roles(plan.config, plan.file)}
+        self._histories: dict[str, History] = {}
+        self._due: dict[str, float] = {}
+        self._news = ""
+        self._began = time.monotonic()
+        self._snapshot: Snapshot | None = None
+        self._served: set[str] = set()
+        self._metrics = MetricsTail(plan.folder / "metrics.jsonl")
+        self._processes = Processes(plan.logs)
+        self._broker: Broker | None = None
+
+    def run(self) -> int:
+        """Run to the end; returns the exit code of `up` (up.run)."""
+        try:
+            end = self._session()
+        finally:
+            self._stop_all()
+            self._processes.close()
+        return end
+
+    # --- start --------------------------------------------------------------------------------------------------------
+
+    def _session(self) -> int:
+        config = self._plan.config
+        if embeds_redis(config):
+            self._roles = {"redis": Role("redis", ()), **self._roles}
+            self._start("redis")
+        broker = self._broker = self._connect()
+        if self._asked:
+            return STOPPED
+        broker.initialise(config)
+        if self._plan.resumed:
+            broker.set_status("starting")
+        for name in self._roles:
+            if name != "redis":
+                self._start(name)
+        end = self._watch()
+        self._finish(end)
+        return end.code
+
+    def _start(self, name: str) -> None:
+        role = self._roles[name]
+        command = self._redis_command() if name == "redis" else list(self._commands(role))
+        try:
+            self._processes.start(name, command, child_environment())
+        except OSError as error:
+            raise CannotStart(f"{name}: cannot be started ({error.strerror}: {command[0]}).") from error
+
+    def _redis_command(self) -> list[str]:
+        from broker import server  # noqa: PLC0415 - only an embedded Redis needs it
+
+        config = self._plan.config
+        return server.command(self._plan.folder / "redis", config.redis.port, config.redis.max_memory_mb)
+
+    def _connect(self) -> Broker:
+        """Connect to Redis, waiting for an embedded one to listen. Raises CannotStart."""
+        config = self._plan.config
+        address = config.redis.url or ""
+        deadline = time.monotonic() + self._settings.redis_start_s
+        while True:
+            try:
+                return Broker.connect(
+                    address,
+                    config.run.id,
+                    password=os.environ.get("LAGRANGE_REDIS_PASSWORD"),
+                    timeout_s=config.redis.timeout_s,
+                )
+            except BrokerUnavailable as error:
+                redis = self._processes.children.get("redis")
+                if redis is not None and (code := redis.exit_code()) is not None:
+                    raise CannotStart(
+                        f"redis did not start ({describe_exit(code)}): {explain_log(redis.log)}"
+                    ) from error
+                if redis is None or self._asked or time.monotonic() > deadline:
+                    raise CannotStart(str(error)) from error
+            time.sleep(self._settings.poll_s)
+
+    # --- watch --------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> End:
+        """Until the run ends: look at the processes often, at Redis and the screen less often."""
+        settings = self._settings
+        next_look = next_line = 0.0
+        live = Live(console=self._console, auto_refresh=False, transient=False) if self._console.is_terminal else None
+        if live is not None:
+            live.start()
+        try:
+            while True:
+                if self._asked:
+                    return End(STOPPED, "stopped", "failed")
+                now = time.monotonic()
+                end = self._reap(now)
+                if end is not None:
+                    return end
+                if now >= next_look:
+                    next_look = now + settings.look_every_s
+                    self._look()
+                    if live is not None:
+                        live.update(screen(self._view()), refresh=True)
+                    elif now >= next_line:
+                        next_line = now + settings.line_every_s
+                        self._console.print(plain_line(self._view()), soft_wrap=True, markup=False, highlight=False)
+                time.sleep(settings.poll_s)
+        finally:
+            if live is not None:
+                self._look()
+                live.update(screen(self._view()), refresh=True)
+                live.stop()
+
+    def _reap(self, now: float) -> End | None:
+        """Deal with processes that ended and with restarts that are due."""
+        for name, child in list(self._processes.children.items()):
+            code = child.exit_code()
+            if code is None:
+                continue
+            if name == "trainer" and code == 0:
+                self._look()
+            ended = Ended(name, code, finished=self._finished(), served=name in self._served)
+            history = self._histories.get(name, History())
+            decision = after_exit(ended, history, now, self._settings.policy)
+            self._processes.forget(name)
+            if isinstance(decision, End):
+                if decision.status == "failed":
+                    why = explain_log(child.log)
+                    return End(decision.code, f"{decision.why}.\n{why}\nLog: {child.log}", "failed")
+                return decision
+            assert isinstance(decision, Restart)
+            self._histories[name] = recorded(history, decision.at, now, self._settings.policy)
+            self._due[name] = decision.at
+            self._tell(f"{name} ended ({describe_exit(code)}) and is started again; log: {child.log}")
+        for name, at in list(self._due.items()):
+            if now >= at:
+                del self._due[name]
+                self._start(name)
+        return None
+
+    def _finished(self) -> bool:
+        snapshot = self._snapshot
+        return snapshot is not None and (
+            snapshot.status == "finished" or (snapshot.steps_total > 0 and snapshot.step >= snapshot.steps_total)
+        )
+
+    def _look(self) -> None:
+        """Take a snapshot and the new metrics; a Redis that does not answer leaves the last ones."""
+        self._metrics.read()
+        if self._broker is None:
+            return
+        try:
+            self._snapshot = self._broker.snapshot()
+        except BrokerUnavailable as error:
+            self._news = str(error)
+            return
+        first_port = self._plan.config.engine.port
+        for engine in self._snapshot.engines:
+            port = engine.url.rsplit(":", 1)[-1].rstrip("/")
+            if engine.routable and port.isdigit():
+                self._served.add(f"engine-{int(port) - first_port}")
+
+    def _view(self):  # type: ignore[no-untyped-def]
+        config = self._plan.config
+        facts = ProcessFacts(
+            elapsed_s=time.monotonic() - self._began,
+            monitor_url=f"http://{config.monitor.host}:{config.monitor.port}",
+            folder=str(self._plan.folder),
+            restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
+            news=self._news,
+        )
+        return view_of(self._snapshot, self._metrics.rewards, facts)
+
+    def _tell(self, news: str) -> None:
+        self._news = news
+        if not self._console.is_terminal:
+            self._console.print(news, soft_wrap=True, markup=False, highlight=False)
+
+    # --- end ----------------------------------------------------------------------------------------------------------
+
+    def _finish(self, end: End) -> None:
+        """End what makes work, read the last snapshot, write ledger and report, and say how it went."""
+        folder = self._plan.folder
+        budget = self._settings.budget
+        first = [name for name in self._processes.children if name.startswith("worker")]
+        self._processes.stop([*first, "trainer"], budget.workers_and_trainer)
+        if self._broker is not None:
+            try:
+                if end.status != "finished":
+                    self._broker.set_status("stopped")
+                self._snapshot = self._broker.snapshot()
+            except BrokerUnavailable as error:
+                self._tell(str(error))
+        if end.code != STOPPED and self._snapshot is not None:
+            self._metrics.read()
+            write_report(folder, self._plan.config, self._snapshot)
+        say = self._console
+        if end.status == "finished":
+            say.print(f"Finished: {end.why}. Report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
+        elif end.code == STOPPED:
+            say.print(f"Stopped. Go on with: lagrange up --resume {folder}", soft_wrap=True, highlight=False)
+        else:
+            say.print(f"Failed: {end.why}", soft_wrap=True, markup=False, highlight=False)
+            say.print(f"Go on with: lagrange up --resume {folder}", soft_wrap=True, highlight=False)
+
+    def _stop_all(self) -> None:
+        """End everything that still runs, those that others need last."""
+        budget = self._settings.budget
+        names = list(self._processes.children)
+        first = [name for name in names if name.startswith(("worker", "trainer"))]
+        middle = [name for name in names if name not in first and name != "redis"]
+        self._processes.stop(first, budget.workers_and_trainer)
+        self._processes.stop(middle, budget.services_and_engines)
+        if self._broker is not None:
+            self._broker.close()
+        self._processes.stop(["redis"], budget.redis)

@@ -1,0 +1,98 @@
+"""What to do when a process ends: the restart policy of `lagrange up`, as pure functions.
+
+Invariant: a process is started again at most `RestartPolicy.tries` times within `window_s`; the delay before each start
+grows and is bounded; the trainer's own word (a finished run, a fatal error) ends the run instead. No clock and no
+process is touched here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+FATAL = 3  # exit code by which a command says: starting me again cannot help (docs/run-it.md)
+USAGE = 2  # exit code of a configuration that cannot be used
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """tries: restarts within window_s seconds. first_delay_s doubles with each of them, up to longest_delay_s."""
+
+    tries: int = 5
+    window_s: float = 120.0
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """When a process was started again (seconds of a monotonic clock) within the window, and how often in all."""
+
+    restarts: tuple[float, ...] = ()
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start it again at `at` (monotonic seconds)."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the run. code: exit code of `lagrange up`. why: one sentence for the user."""
+
+    code: int
+    why: str
+    status: Literal["finished", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A process that ended. code: its exit code (negative: the signal). finished: the run has trained its last step.
+    served: it did its work at least once, so that its end is not a failure to start."""
+
+    name: str
+    code: int
+    finished: bool = False
+    served: bool = True
+
+
+def after_exit(ended: Ended, history: History, now: float, policy: RestartPolicy) -> Restart | End:
+    """Decide what follows when a process ended.
+
+    history: its restarts so far. now: monotonic seconds. A process that ends with 0 before the run is finished is
+    started again, since the run still needs it.
+    """
+    name, code = ended.name, ended.code
+    if name == "trainer" and code == 0 and ended.finished:
+        return End(0, "all steps are trained", "finished")
+    if code in (FATAL, USAGE):
+        return End(code, f"{name} cannot go on ({describe_exit(code)})", "failed")
+    if name.startswith("engine") and not ended.served:
+        return End(1, f"{name} did not start ({describe_exit(code)})", "failed")
+    recent = recent_restarts(history, now, policy)
+    if len(recent) >= policy.tries:
+        return End(
+            1,
+            f"{name} ended {len(recent) + 1} times within {policy.window_s:.0f} s (last: {describe_exit(code)})",
+            "failed",
+        )
+    delay = min(policy.first_delay_s * 2 ** len(recent), policy.longest_delay_s)
+    return Restart(now + delay)
+
+
+def recorded(history: History, at: float, now: float, policy: RestartPolicy) -> History:
+    """The history with a restart at `at` added and what left the window forgotten."""
+    return replace(history, restarts=(*recent_restarts(history, now, policy), at), total=history.total + 1)
+
+
+def recent_restarts(history: History, now: float, policy: RestartPolicy) -> tuple[float, ...]:
+    """Restarts within the window that ends at `now`."""
+    return tuple(at for at in history.restarts if now - at < policy.window_s)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words: "exit code 1", "signal 9"."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

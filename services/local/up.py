@@ -1,0 +1,63 @@
+"""`lagrange up`: a whole loop as local processes, watched, restarted, and ended together.
+
+Invariant: whatever happens to `up` itself, none of its processes outlives it (processes.py, guardian.py); one run
+folder has at most one `up`; the run ends with the trainer's last step or with one clear message, and after any end but
+the first `lagrange up --resume runs/<id>` goes on.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from configs import ConfigError
+from services.local.plan import only_one, plan_new, plan_resumed, prepare
+from services.local.session import Commands, Session, Settings, own_command
+
+
+def run(
+    file: Path | None,
+    *,
+    overrides: dict[str, Any] | None = None,
+    resume: Path | None = None,
+    console: Console | None = None,
+    commands: Commands = own_command,
+    settings: Settings | None = None,
+) -> int:
+    """Run `file`, or go on with the run in `resume`, to its end; returns the exit code.
+
+    0: every step is trained. 130: stopped by a signal (the run resumes). Else: it failed, and a message has said why.
+    Raises ConfigError and CannotStart before anything was started.
+    """
+    with stop_requests() as asked:
+        if file is not None and resume is None:
+            plan = plan_new(file, overrides or {})
+        elif resume is not None and file is None:
+            plan = plan_resumed(resume, overrides or {})
+        else:
+            raise ConfigError("name a configuration file, or a run to go on with: --resume runs/<id>")
+        with only_one(plan.folder):
+            prepare(plan)
+            return Session(plan, commands, settings or Settings(), console or Console(), asked).run()
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """A list that grows by the signal's number whenever the user or the system asks us to stop."""
+    asked: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
