@@ -1,0 +1,95 @@
+"""The one place that talks to Redis: finite timeouts, bounded retries, one clear message when the server is away.
+
+Invariant: a command is sent again only if repeating it changes nothing (every script of broker/lua is written so, or
+its lost answer is undone by a lease), and no call takes much longer than twice `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from broker.errors import BrokerError, BrokerUnavailable
+from broker.scripts import script
+
+T = TypeVar("T")
+_LATER = (
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.TryAgainError,
+)
+
+
+class OutOfMemory(BrokerError):
+    """Redis is at its memory limit and refused a write; nothing was changed."""
+
+
+class Connection:
+    """A thread-safe client of one server. url: redis:// or unix://, without a password."""
+
+    def __init__(self, url: str, *, password: str | None, timeout_s: float) -> None:
+        self.url = url
+        self.timeout_s = timeout_s
+        try:
+            self.client = redis.Redis.from_url(
+                url,
+                password=password,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(NoBackoff(), 0),
+                retry_on_error=[],
+            )
+        except ValueError as error:
+            raise BrokerUnavailable(f"redis.url {url!r} cannot be used: {error}") from error
+        self._scripts: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Close all sockets."""
+        self.client.close()
+
+    def call(self, name: str, keys: Sequence[str], arguments: Sequence[str | int | float | bytes]) -> list[Any]:
+        """Run the transition `name`; answers are ints, str, None and lists of them."""
+        found = self._scripts.get(name)
+        if found is None:
+            found = self._scripts[name] = self.client.register_script(script(name))
+        answer = self.attempt(lambda: found(keys=keys, args=arguments))
+        return [_text(item) for item in answer]
+
+    def attempt(self, action: Callable[[], T], *, tries_for_s: float | None = None) -> T:
+        """Do `action`, again while the server is away, for `tries_for_s` (default: timeout_s) seconds."""
+        end, pause = time.monotonic() + (self.timeout_s if tries_for_s is None else tries_for_s), 0.02
+        while True:
+            try:
+                return action()
+            except redis.exceptions.AuthenticationError as error:
+                raise BrokerUnavailable(
+                    f"Redis at {self.url} refuses the password ({error}). Set LAGRANGE_REDIS_PASSWORD."
+                ) from error
+            except _LATER as error:
+                if time.monotonic() + pause >= end:
+                    raise BrokerUnavailable(
+                        f"Redis at {self.url} did not answer within {self.timeout_s:g} s ({error}). "
+                        "Check that the server runs and that redis.url names it."
+                    ) from error
+            except redis.exceptions.OutOfMemoryError as error:
+                raise OutOfMemory(f"Redis at {self.url} is at its memory limit ({error})") from error
+            except redis.exceptions.ResponseError as error:
+                if "OOM" in str(error):
+                    raise OutOfMemory(f"Redis at {self.url} is at its memory limit ({error})") from error
+                raise BrokerError(f"Redis at {self.url} refused a command: {error}") from error
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+
+def _text(item: Any) -> Any:
+    if isinstance(item, bytes):
+        return item.decode()
+    if isinstance(item, list):
+        return [_text(part) for part in item]
+    return item

@@ -1,0 +1,11 @@
+-- fail.lua: a worker gives a group up (it failed) or back (the worker stops).
+-- KEYS  1 policy; touches ledger, group:<id>, generating, admitted, open, reissue, tries, dead, dead_order, counters
+-- ARGV  1 group id  2 worker  3 reason  4 tokens  5 mode: try | dead | again (see close in common.lua)
+-- returns {1} if the worker held the group, else {0}
+local rec = group(ARGV[1])
+if rec.state ~= 'generating' or rec.worker ~= ARGV[2] then return {0} end
+rec.tokens = ARGV[4]
+tally('issued', 0, tonumber(ARGV[4]))
+close(ARGV[1], rec, 'failed', ARGV[3], ARGV[5])
+count(ARGV[5] == 'again' and 'groups_released' or 'groups_failed')
+return {1}

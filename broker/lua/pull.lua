@@ -1,0 +1,58 @@
+-- pull.lua: the trainer leases the batch of the next step: earliest deadline first, none beyond the bound (rule P).
+-- KEYS  1 policy; touches ledger, group:<id>, generating, admitted, ready, waiting, leased, ready_hist, counters
+-- ARGV  1 epoch  2 version  3 groups  4 nonce of the call: a repeated one gets the same batch
+-- returns {"batch", {id, prompt, attempt, oldest, samples, tokens, total, bytes, submitted ms}...}
+--       | {"refused", "starved" | "straggler", detail} | {"version", recorded version} | {"fenced", holder}
+local version, groups, B, max_lag = n('version'), tonumber(ARGV[3]), n('groups_per_step'), n('max_lag')
+if tonumber(ARGV[2]) ~= version then return {'version', int(version)} end
+set('trainer_deadline', int(now + n('trainer_lease_ms')))
+local function batch(ids)
+  local out = {'batch'}
+  for _, id in ipairs(ids) do
+    local r = redis.call('HMGET', k('group:' .. id), 'prompt', 'attempt', 'oldest', 'samples', 'tokens', 'total', 'bytes',
+      'submitted')
+    out[#out + 1] = {id, unpack(r)}
+  end
+  return out
+end
+if policy.pull_nonce == ARGV[4] then return batch(cjson.decode(policy.pull_ids)) end
+reap()
+local past = redis.call('ZRANGEBYSCORE', k('ready'), '-inf', version - max_lag - 1)
+for _, id in ipairs(past) do
+  close(id, group(id), 'stale', 'stale in the queue', 'try')
+  count('stale_at_pull')
+end
+local ready = redis.call('ZCARD', k('ready'))
+if ready < groups then
+  count('pulls_starved')
+  return {'refused', 'starved', ready .. ' groups are ready, the step needs ' .. groups}
+end
+-- A straggler: a deadline D by which more groups are still generating than the steps after this one can train, while
+-- this batch has room for them. Waiting is bounded by straggler_ms; groups whose deadline has passed are not waited for.
+local generating, waits_for = redis.call('ZCARD', k('generating')), nil
+local D = version
+while not waits_for and generating > (D - version) * B do
+  local late = redis.call('ZCOUNT', k('admitted'), version - max_lag, D - max_lag)
+  if late > (D - version) * B and redis.call('ZCOUNT', k('ready'), '-inf', D - max_lag) < groups then waits_for = D end
+  D = D + 1
+end
+if waits_for then
+  if not policy.straggler_since then set('straggler_since', int(now)) end
+  if now - n('straggler_since') < n('straggler_ms') then
+    count('pulls_straggler')
+    return {'refused', 'straggler', 'groups still generating must be trained by version ' .. int(waits_for)}
+  end
+  count('stragglers_left_behind')
+end
+redis.call('HDEL', KEYS[1], 'straggler_since')
+local ids = redis.call('ZRANGE', k('ready'), 0, groups - 1)
+for _, id in ipairs(ids) do
+  local rec = group(id)
+  leave(id, rec)
+  redis.call('HSET', k('group:' .. id), 'pulled', int(now))
+  enter(id, rec, 'leased')
+end
+set('pull_nonce', ARGV[4])
+set('pull_ids', cjson.encode(ids))
+set('pull_max_lag', max_lag)
+return batch(ids)

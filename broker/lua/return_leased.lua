@@ -1,0 +1,13 @@
+-- return_leased.lua: the trainer aborts a step: its batch goes back into the queue.
+-- KEYS  1 policy; touches ledger, group:<id>, leased, ready, waiting, ready_hist
+-- ARGV  1 epoch
+-- returns {"returned", groups} | {"fenced", holder}
+local ids = redis.call('ZRANGE', k('leased'), 0, -1)
+for _, id in ipairs(ids) do
+  local rec = group(id)
+  leave(id, rec)
+  enter(id, rec, 'ready')
+end
+redis.call('HDEL', KEYS[1], 'pull_nonce')
+count('groups_returned', #ids)
+return {'returned', #ids}

@@ -1,0 +1,7 @@
+-- set_policy.lua: changes one setting of a running run: status, paused or max_lag.
+-- KEYS  1 policy; touches events
+-- ARGV  1 field  2 value
+-- returns {1}
+if policy[ARGV[1]] ~= ARGV[2] then event('policy', ARGV[1] .. ' is ' .. ARGV[2]) end
+set(ARGV[1], ARGV[2])
+return {1}

@@ -1,0 +1,57 @@
+-- step.lua: one optimizer step was taken at `version`; its groups are trained or filtered and the version moves on by one.
+-- Repeating the call changes nothing. A leased group that the step left out returns to the queue.
+-- KEYS  1 policy; touches ledger, group:<id>, payload:<id>, leased, trained, retained, open, lag_hist, step_lags, metrics
+-- ARGV  1 epoch  2 version  3 metrics (JSON)  4 number of outcomes  then (group id, filtered 0|1) pairs
+--       then (lag, tokens) pairs: trained tokens by lag
+-- returns {"cursor", next index, open prompts...} | {"version", recorded} | {"not-leased", group id} | {"fenced", holder}
+local version = n('version')
+if policy.stepped == ARGV[2] and tonumber(ARGV[2]) + 1 == version then return cursor('cursor') end
+if tonumber(ARGV[2]) ~= version then return {'version', int(version)} end
+local outcomes = tonumber(ARGV[4])
+local bound = math.max(n('max_lag'), n('pull_max_lag'))
+local records = {}
+for i = 5, 3 + 2 * outcomes, 2 do
+  local rec = group(ARGV[i])
+  if rec.state ~= 'leased' or records[ARGV[i]] or version - field(rec, 'oldest') > bound then
+    return {'not-leased', ARGV[i]}
+  end
+  records[ARGV[i]] = rec
+end
+local step, lags = n('step') + 1, {}
+for i = 5, 3 + 2 * outcomes, 2 do
+  local id, rec, filtered = ARGV[i], records[ARGV[i]], ARGV[i + 1] == '1'
+  local pulled = redis.call('HGET', k('group:' .. id), 'pulled')
+  leave(id, rec)
+  rec.step, rec.wait = int(step), int(math.max(0, tonumber(pulled) - field(rec, 'submitted')))
+  redis.call('HSET', k('group:' .. id), 'step', rec.step, 'wait', rec.wait, 'trained_at', int(version))
+  redis.call('HINCRBY', k('ledger'), 'wait_ms', rec.wait)
+  redis.call('HINCRBY', k('ledger'), 'waits', 1)
+  if policy.retention == 'prompt' then free_payload(id, rec) end
+  enter(id, rec, filtered and 'filtered' or 'trained')
+  redis.call('ZREM', k('open'), rec.prompt)
+  if not filtered then
+    local lag = int(version - field(rec, 'oldest'))
+    lags[lag] = lags[lag] or {0, 0}
+    lags[lag][1] = lags[lag][1] + 1
+  end
+end
+for i = 5 + 2 * outcomes, #ARGV, 2 do
+  lags[ARGV[i]] = lags[ARGV[i]] or {0, 0}
+  lags[ARGV[i]][2] = lags[ARGV[i]][2] + tonumber(ARGV[i + 1])
+end
+for lag, entry in pairs(lags) do histogram('lag_hist', lag, entry[1], entry[2]) end
+if next(lags) then redis.call('HSET', k('step_lags'), int(step), cjson.encode(lags)) end
+for _, id in ipairs(redis.call('ZRANGE', k('leased'), 0, -1)) do
+  local rec = group(id)
+  leave(id, rec)
+  enter(id, rec, 'ready')
+end
+set('step', int(step))
+set('version', int(version + 1))
+set('highest', int(math.max(n('highest'), version + 1)))
+set('stepped', ARGV[2])
+set('metrics', ARGV[3])
+capped('metrics', ARGV[3])
+set('trainer_deadline', int(now + n('trainer_lease_ms')))
+redis.call('HDEL', KEYS[1], 'straggler_since', 'pull_nonce')
+return cursor('cursor')

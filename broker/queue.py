@@ -1,0 +1,339 @@
+"""The queue: every transition of a group, from admission to a durable step, and the registry of versions and engines.
+
+Invariant: each method is one atomic script (broker/lua), so the ledger closes between any two of them; the lag bound is
+checked at `admit`, `submit` and `pull`; trainer methods carry the epoch that `attach_trainer` gave and raise Fenced once a
+newer one exists. Nothing here decides anything: the rules are in the scripts and, as pure functions, in broker/lag.py.
+Synchronous and thread-safe; async callers use asyncio.to_thread. Any method may raise BrokerUnavailable.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from broker import snapshot as view
+from broker import wire
+from broker.connection import Connection, OutOfMemory
+from broker.errors import CorruptPayload, Fenced, NotInitialised, NotLeased, SchemaMismatch, VersionMismatch, WrongRun
+from broker.keys import Keys
+from broker.store import PayloadStore, RedisPayloadStore
+from broker.types import (
+    Delivery,
+    EngineRecord,
+    EngineState,
+    Group,
+    Outcome,
+    PromptCursor,
+    Refused,
+    Snapshot,
+    Ticket,
+    TrainerState,
+    VersionRecord,
+    check_group,
+)
+from configs.schema import RunConfig
+
+SCHEMA = "1"
+PAYLOAD_SHARE = 0.6  # of Redis' memory limit: a payload costs up to 1.24 times its bytes, and staging needs room
+SubmitResult = Literal["accepted"]
+
+
+class Broker:
+    """A process' handle on one run; see the module."""
+
+    def __init__(self, connection: Connection, run_id: str, store: PayloadStore | None = None) -> None:
+        self.run_id = run_id
+        self._connection = connection
+        self._keys = Keys(run_id)
+        self._store: PayloadStore = store or RedisPayloadStore(connection, self._keys)
+
+    @classmethod
+    def connect(cls, url: str, run_id: str, *, password: str | None = None, timeout_s: float = 10.0) -> Broker:
+        """Open a handle and see that the server answers; raises BrokerUnavailable after `timeout_s` seconds."""
+        connection = Connection(url, password=password, timeout_s=timeout_s)
+        connection.attempt(connection.client.ping)
+        return cls(connection, run_id)
+
+    def close(self) -> None:
+        """Close the connections; the run is untouched."""
+        self._connection.close()
+
+    # --- set-up -------------------------------------------------------------------------------------------------------
+
+    def initialise(self, config: RunConfig) -> None:
+        """Write the run's policy; again: update all settings but max_lag (set_max_lag changes that one).
+
+        Raises SchemaMismatch if the keys hold another schema version or another run.
+        """
+        settings: dict[str, str | int] = {
+            "max_lag": config.lag.max,
+            "straggler_ms": int(config.lag.straggler_wait_s * 1000),
+            "groups_per_step": config.trainer.groups_per_step,
+            "publish_interval": config.weights.publish_interval,
+            "steps_total": config.run.steps,
+            "samples": config.rollout.samples_per_prompt,
+            "group_tries": config.rollout.group_tries,
+            "lease_ms": max(1, int(config.rollout.lease_s * 1000)),
+            "trainer_lease_ms": max(1, int(config.trainer.lease_s * 1000)),
+            "retention": config.trainer.retention,
+            "max_bytes": int(config.redis.max_memory_mb * 2**20 * PAYLOAD_SHARE),
+        }
+        flat = [item for pair in settings.items() for item in pair]
+        answer = self._connection.call("initialise", [self._keys.policy], [SCHEMA, self.run_id, *flat])
+        if answer[0] == "schema":
+            raise SchemaMismatch(
+                f"Redis holds run {answer[2]!r} with schema {answer[1]} under the keys of {self.run_id!r} (schema {SCHEMA}). "
+                "Use another run id, or the release that wrote it."
+            )
+
+    def set_status(self, status: Literal["starting", "running", "draining", "finished", "stopped"]) -> None:
+        """Say where the run is; `draining` stops admission, `finished` and `stopped` tell workers to end."""
+        self._call("set_policy", "status", status)
+
+    def pause_admission(self, paused: bool) -> None:
+        """Stop or resume admission; work in flight goes on."""
+        self._call("set_policy", "paused", int(paused))
+
+    def set_max_lag(self, max_lag: int) -> None:
+        """Change the bound while the run goes on; it holds from the next admission, submission and pull."""
+        if max_lag < 0:
+            raise ValueError(f"max_lag is {max_lag}, expected 0 or more")
+        self._call("set_policy", "max_lag", max_lag)
+
+    # --- rollout worker -----------------------------------------------------------------------------------------------
+
+    def admit(self, worker: str, engine_id: str) -> Ticket | Refused:
+        """Ask for a group to generate on an engine. Renew its lease, then submit, fail or release it."""
+        try:
+            answer = self._call("admit", worker, engine_id)
+        except OutOfMemory as error:
+            return Refused("memory", str(error))
+        return Ticket(*map(int, answer[1:])) if answer[0] == "ticket" else Refused(answer[1], answer[2])
+
+    def submit(self, group: Group, *, stats: Mapping[str, float] | None = None) -> SubmitResult | Refused:
+        """Hand a finished group in. stats: added to the counters of the same names. Refused("memory"): try again later.
+
+        Raises InvalidTrajectory, or WrongRun for a group of another run.
+        """
+        check_group(group)
+        if group.run != self.run_id:
+            raise WrongRun(f"group {group.group_id} belongs to run {group.run!r}, this broker serves {self.run_id!r}")
+        data = wire.encode(group)
+        oldest = group.oldest_version
+        arguments: list[str | int | float] = [
+            group.group_id,
+            group.worker,
+            len(data),
+            wire.checksum(data),
+            "" if oldest is None else oldest,
+            group.response_tokens,
+            sum(t.tokens for t in group.trajectories),
+            len(group.trajectories),
+        ]
+        for name, value in (stats or {}).items():
+            arguments += [name, float(value)]
+        try:
+            staged = self._store.stage(group.group_id, data)
+            answer = self._call("submit", *arguments, key=staged)
+        except OutOfMemory as error:
+            return Refused("memory", str(error))
+        return "accepted" if answer[0] == "accepted" else Refused(answer[1], answer[2])
+
+    def fail(self, group_id: int, worker: str, reason: str, tokens: int = 0, final: bool = False) -> bool:
+        """Give a group up; its prompt is issued again while tries are left, unless final. False if it was not held.
+
+        tokens: trainable tokens that were generated for nothing.
+        """
+        return bool(self._call("fail", group_id, worker, reason, tokens, "dead" if final else "try")[0])
+
+    def release(self, group_id: int, worker: str) -> bool:
+        """Give a group back because the worker stops; not counted as a try. False if it was not held."""
+        return bool(self._call("fail", group_id, worker, "released", 0, "again")[0])
+
+    def renew(self, worker: str, group_ids: Sequence[int]) -> tuple[int, ...]:
+        """Keep groups for another lease time; returns those still held, the others are to be abandoned."""
+        return tuple(map(int, self._call("renew", worker, *group_ids))) if group_ids else ()
+
+    def heartbeat_worker(self, worker: str, stats: Mapping[str, float | int | str]) -> None:
+        """Show a worker on the monitor; the server adds heartbeat_ms."""
+        self._call("heartbeat", worker, msgspec.json.encode(dict(stats)))
+
+    # --- trainer ------------------------------------------------------------------------------------------------------
+
+    def attach_trainer(
+        self,
+        *,
+        checkpoint_step: int,
+        checkpoint_version: int,
+        consumed: Sequence[int] = (),
+        cursor: PromptCursor | None = None,
+    ) -> TrainerState:
+        """Take the run over from a checkpoint, fencing every older trainer.
+
+        checkpoint_step, checkpoint_version: 0 and -1 without a checkpoint. consumed: ids of groups trained up to it whose
+        commit may not have been recorded. cursor: the checkpoint's; it restores the prompts if Redis lost them.
+        """
+        opened = cursor.open if cursor else ()
+        answer = self._call(
+            "attach",
+            checkpoint_step,
+            checkpoint_version,
+            len(consumed),
+            cursor.next_index if cursor else -1,
+            *consumed,
+            *opened,
+        )
+        return TrainerState(*map(int, answer))
+
+    def pull(self, epoch: int, version: int, groups: int) -> tuple[Delivery, ...] | Refused:
+        """Lease the batch of the step at `version`: `groups` groups, earliest deadline first. Poll while Refused."""
+        answer = self._trainer("pull", epoch, version, groups, uuid.uuid4().hex, asked=version)
+        if answer[0] == "refused":
+            return Refused(answer[1], answer[2])
+        return tuple(Delivery(*map(int, item)) for item in answer[1:])
+
+    def fetch(self, group_ids: Sequence[int]) -> list[Group]:
+        """Payloads of accepted groups, arrays read-only. Raises CorruptPayload for the first that cannot be read."""
+        groups = []
+        for group_id, data in zip(group_ids, self._store.fetch(group_ids), strict=True):
+            if data is None:
+                raise CorruptPayload(group_id, "missing")
+            groups.append(wire.decode(data, self.run_id, group_id))
+        return groups
+
+    def reject(self, epoch: int, group_id: int, reason: str) -> bool:
+        """A leased group cannot be used: it fails for good and becomes a dead letter. False if it was not leased."""
+        return bool(self._trainer("reject", epoch, group_id, reason)[0])
+
+    def step(
+        self,
+        epoch: int,
+        version: int,
+        outcomes: Sequence[Outcome],
+        lag_tokens: Mapping[int, int],
+        metrics: Mapping[str, object],
+    ) -> PromptCursor:
+        """Record the optimizer step taken at `version`; returns the cursor to keep in the next checkpoint.
+
+        lag_tokens: lag -> tokens trained at it. Raises NotLeased or VersionMismatch, having changed nothing.
+        """
+        flat = [item for o in outcomes for item in (o.group_id, int(o.filtered))]
+        lags = [item for lag, tokens in lag_tokens.items() for item in (lag, tokens)]
+        record = msgspec.json.encode(dict(metrics))
+        answer = self._trainer("step", epoch, version, record, len(outcomes), *flat, *lags, asked=version)
+        if answer[0] == "not-leased":
+            raise NotLeased(int(answer[1]))
+        return PromptCursor(int(answer[1]), tuple(map(int, answer[2:])))
+
+    def commit(self, epoch: int, step: int) -> int:
+        """The checkpoint of `step` is on disk: its groups are durable, their payloads go. Returns how many."""
+        return int(self._trainer("commit", epoch, step, asked=step)[1])
+
+    def name_version(self, epoch: int) -> int:
+        """A new version that is not a step, above all others: for the weights of a restored checkpoint."""
+        return int(self._trainer("name_version", epoch)[1])
+
+    def publish(self, epoch: int, record: VersionRecord) -> None:
+        """Announce a version whose weights are complete in the store. Versions may only grow, up to the newest named."""
+        self._trainer("publish", epoch, record.version, view.version_json(record), asked=record.version)
+
+    def renew_trainer(self, epoch: int) -> None:
+        """Show that the trainer lives."""
+        self._trainer("renew_trainer", epoch)
+
+    def return_leased(self, epoch: int) -> int:
+        """Put the leased batch back into the queue (a step that was aborted); returns how many groups."""
+        return int(self._trainer("return_leased", epoch)[1])
+
+    # --- registry -----------------------------------------------------------------------------------------------------
+
+    def register_engine(self, record: EngineRecord) -> None:
+        """Add an engine, or start its record afresh. The server stamps since_ms and heartbeat_ms."""
+        self._call("engine", record.engine_id, view.engine_json(record), "", "register")
+
+    def update_engine(self, record: EngineRecord, expected_state: EngineState | None = None) -> bool:
+        """Write an engine's record if it is registered and in `expected_state` (None: any); whether it was written."""
+        expected = expected_state.value if expected_state else ""
+        return bool(self._call("engine", record.engine_id, view.engine_json(record), expected, "update")[0])
+
+    def remove_engine(self, engine_id: str) -> None:
+        """Forget an engine."""
+        self._hash("engines", "hdel", engine_id)
+
+    def engines(self) -> tuple[EngineRecord, ...]:
+        """All engines, by id."""
+        found = cast(dict[bytes, bytes], self._hash("engines", "hgetall"))
+        return tuple(view.engine(found[name].decode()) for name in sorted(found))
+
+    def published(self) -> VersionRecord | None:
+        """The newest published version, None before the first."""
+        return max(self.versions(), key=lambda record: record.version, default=None)
+
+    def versions(self) -> tuple[VersionRecord, ...]:
+        """Published versions that were not forgotten, oldest first."""
+        found = cast(dict[bytes, bytes], self._hash("versions", "hgetall"))
+        return tuple(sorted((view.version(text.decode()) for text in found.values()), key=lambda r: r.version))
+
+    def forget_version(self, version: int) -> None:
+        """A version's files are gone."""
+        self._hash("versions", "hdel", str(version))
+
+    # --- watching -----------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Everything at one instant."""
+        return view.parse(self._call("snapshot"))
+
+    def dead_letters(self) -> list[dict[str, Any]]:
+        """Prompts that were given up, newest last: group_id, prompt_index, attempt, reason, worker, time_ms."""
+        found = cast(dict[bytes, bytes], self._hash("dead", "hgetall"))
+        return sorted((msgspec.json.decode(text) for text in found.values()), key=lambda letter: letter["time_ms"])
+
+    def requeue(self, prompt_index: int) -> bool:
+        """Issue the prompt of a dead letter again, with all its tries. False if it is none."""
+        return bool(self._call("requeue", prompt_index)[0])
+
+    def events(self, limit: int = 100) -> list[dict[str, Any]]:
+        """The newest events first: time_ms, kind, text. The last 1000 are kept."""
+        return [msgspec.json.decode(text) for text in self._newest("events", limit)]
+
+    def metrics_history(self, limit: int = 1000) -> list[dict[str, Any]]:
+        """Metrics of the newest steps first. The last 1000 are kept."""
+        return [msgspec.json.decode(text) for text in self._newest("metrics", limit)]
+
+    def server_time_ms(self) -> int:
+        """The server's clock, in milliseconds since 1970."""
+        seconds, micros = self._connection.attempt(self._connection.client.time)
+        return int(seconds) * 1000 + int(micros) // 1000
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *arguments: str | int | float | bytes, key: str | None = None) -> list[Any]:
+        keys = [self._keys.policy] if key is None else [self._keys.policy, key]
+        answer = self._connection.call(name, keys, arguments)
+        if answer and answer[0] == "uninitialised":
+            raise NotInitialised(
+                f"run {self.run_id!r} is not in Redis at {self._connection.url}. If the server lost its data, attach the trainer "
+                "again from its checkpoint; else check run.id."
+            )
+        return answer
+
+    def _trainer(self, name: str, epoch: int, *arguments: str | int | float | bytes, asked: int = 0) -> list[Any]:
+        answer = self._call(name, epoch, *arguments)
+        if answer[0] == "fenced":
+            raise Fenced(epoch, int(answer[1]))
+        if answer[0] == "version":
+            raise VersionMismatch(name, asked, int(answer[1]))
+        return answer
+
+    def _hash(self, name: str, command: Literal["hgetall", "hdel"], *fields: str) -> object:
+        action = getattr(self._connection.client, command)
+        return self._connection.attempt(lambda: action(self._keys.named(name), *fields))
+
+    def _newest(self, name: str, limit: int) -> list[bytes]:
+        client = self._connection.client
+        found: Any = self._connection.attempt(lambda: client.lrange(self._keys.named(name), 0, limit - 1))
+        return list(found)

@@ -1,0 +1,213 @@
+"""The wire format of a group.
+
+Invariant: `decode(encode(group), run)` equals the group bit for bit, without copying an array, and any flipped or missing
+byte, other schema or other run is an error that says which. Never pickle.
+
+Layout, little-endian: magic "LGRG" | schema u16 | codec u8 | 0 u8 | header bytes u32 | body bytes u64 (as stored) |
+xxh3-64 u64 of all other bytes | header (msgpack) | padding to 16 | body. The header holds all names and
+numbers, and (offset, length) of each array in the body; arrays start at multiples of 16. Codecs: 0 raw; 1 zstd of the body,
+if the package `zstandard` is installed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Literal, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from broker.errors import CorruptPayload, SchemaMismatch, WrongRun
+from broker.types import BoolArray, Float32Array, Group, Int32Array, RouteArray, Trajectory, VersionRun
+
+SCHEMA_VERSION = 1
+MAGIC = b"LGRG"
+Codec = Literal["raw", "zstd"]
+_CODECS: dict[Codec, int] = {"raw": 0, "zstd": 1}
+_HEAD = struct.Struct("<4sHBBIQ")
+_DIGEST = struct.Struct("<Q")
+_ALIGN = 16
+_FIXED = _HEAD.size + _DIGEST.size  # 28 bytes; the header follows
+_DTYPES = {
+    "i4": np.dtype("<i4"),
+    "f4": np.dtype("<f4"),
+    "b1": np.dtype("?"),
+    "u1": np.dtype("u1"),
+    "u2": np.dtype("<u2"),
+}
+
+
+class ArrayInfo(msgspec.Struct, array_like=True, frozen=True):
+    """One array in the body."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class TrajectoryInfo(msgspec.Struct, array_like=True, frozen=True):
+    """A trajectory without its arrays."""
+
+    prompt_ids: ArrayInfo
+    response_ids: ArrayInfo
+    log_probs: ArrayInfo
+    loss_mask: ArrayInfo
+    routes: ArrayInfo | None
+    versions: tuple[tuple[int, int, int], ...]
+    reward: float
+    finish: str
+
+
+class GroupInfo(msgspec.Struct, array_like=True, frozen=True):
+    """The header: a group without its arrays."""
+
+    run: str
+    group_id: int
+    prompt_index: int
+    attempt: int
+    task: str
+    worker: str
+    engine: str
+    samples_wanted: int
+    generation_seconds: float
+    trajectories: tuple[TrajectoryInfo, ...]
+
+
+def encode(group: Group, codec: Codec = "raw") -> bytes:
+    """Bytes of a group (one copy of its arrays)."""
+    parts: list[Any] = []
+    at = 0
+
+    def place(array: npt.NDArray[Any]) -> ArrayInfo:
+        nonlocal at
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        info = ArrayInfo(f"{little.dtype.kind}{little.dtype.itemsize}", little.shape, at)
+        if little.nbytes:
+            parts.append(memoryview(little).cast("B"))
+        padding = -little.nbytes % _ALIGN
+        parts.append(bytes(padding))
+        at += little.nbytes + padding
+        return info
+
+    info = GroupInfo(
+        group.run,
+        group.group_id,
+        group.prompt_index,
+        group.attempt,
+        group.task,
+        group.worker,
+        group.engine,
+        group.samples_wanted,
+        group.generation_seconds,
+        tuple(
+            TrajectoryInfo(
+                place(t.prompt_ids),
+                place(t.response_ids),
+                place(t.log_probs),
+                place(t.loss_mask),
+                None if t.routes is None else place(t.routes),
+                tuple((r.start, r.length, r.version) for r in t.versions),
+                float(t.reward),
+                t.finish,
+            )
+            for t in group.trajectories
+        ),
+    )
+    header = msgspec.msgpack.encode(info)
+    if codec == "zstd":
+        parts = [_zstd().ZstdCompressor(level=1).compress(b"".join(parts))]
+    head = _HEAD.pack(MAGIC, SCHEMA_VERSION, _CODECS[codec], 0, len(header), sum(len(part) for part in parts))
+    parts = [header, bytes(-(_FIXED + len(header)) % _ALIGN), *parts]
+    digest = xxhash.xxh3_64(head)
+    for part in parts:
+        digest.update(part)
+    return b"".join([head, _DIGEST.pack(digest.intdigest()), *parts])
+
+
+def checksum(data: bytes) -> str:
+    """The checksum that `data`, a result of encode, carries: 16 hex digits."""
+    return f"{_DIGEST.unpack_from(data, _HEAD.size)[0]:016x}"
+
+
+def decode(data: bytes, run: str, group_id: int = -1) -> Group:
+    """The group in `data`; its arrays are read-only views of it.
+
+    run: the run that must have written it. group_id: for error messages, and checked unless negative.
+    Raises CorruptPayload, SchemaMismatch or WrongRun.
+    """
+    view = memoryview(data)
+    if len(view) < _FIXED or bytes(view[:4]) != MAGIC:
+        raise CorruptPayload(group_id, f"{len(view)} bytes that are not a trajectory group")
+    _, schema, codec, _, header_size, body_size = _HEAD.unpack_from(view)
+    if schema != SCHEMA_VERSION:
+        raise SchemaMismatch(
+            f"payload of group {group_id} has schema {schema}, this program reads {SCHEMA_VERSION}. "
+            "Run workers and trainer from the same release."
+        )
+    start = _FIXED + header_size
+    start += -start % _ALIGN
+    if len(view) != start + body_size:
+        raise CorruptPayload(group_id, f"{len(view)} bytes, {start + body_size} expected")
+    digest = xxhash.xxh3_64(view[: _HEAD.size])
+    digest.update(view[_FIXED:])
+    if _DIGEST.unpack_from(view, _HEAD.size) != (digest.intdigest(),):
+        raise CorruptPayload(group_id, "checksum does not match")
+    body: memoryview | bytes = view[start:]
+    if codec == _CODECS["zstd"]:
+        body = _zstd().ZstdDecompressor().decompress(body)
+    elif codec != _CODECS["raw"]:
+        raise SchemaMismatch(f"payload of group {group_id} has codec {codec}, which this program does not know")
+    try:
+        info = msgspec.msgpack.decode(view[_FIXED : _FIXED + header_size], type=GroupInfo)
+        if info.run != run:
+            raise WrongRun(f"payload of group {info.group_id} belongs to run {info.run!r}, this is {run!r}")
+        if group_id >= 0 and info.group_id != group_id:
+            raise CorruptPayload(group_id, f"it holds group {info.group_id}")
+        return _assemble(info, body)
+    except (msgspec.MsgspecError, ValueError, KeyError) as error:
+        raise CorruptPayload(group_id, f"malformed: {error}") from error
+
+
+def _assemble(info: GroupInfo, body: memoryview | bytes) -> Group:
+    def array(a: ArrayInfo) -> npt.NDArray[Any]:
+        count = int(np.prod(a.shape, dtype=np.int64))
+        return np.frombuffer(body, _DTYPES[a.dtype], count, a.offset).reshape(a.shape) if count else _empty(a)
+
+    return Group(
+        info.run,
+        info.group_id,
+        info.prompt_index,
+        info.attempt,
+        info.task,
+        info.worker,
+        info.engine,
+        info.samples_wanted,
+        info.generation_seconds,
+        tuple(
+            Trajectory(
+                cast(Int32Array, array(t.prompt_ids)),
+                cast(Int32Array, array(t.response_ids)),
+                cast(Float32Array, array(t.log_probs)),
+                cast(BoolArray, array(t.loss_mask)),
+                tuple(VersionRun(*r) for r in t.versions),
+                t.reward,
+                t.finish,
+                None if t.routes is None else cast(RouteArray, array(t.routes)),
+            )
+            for t in info.trajectories
+        ),
+    )
+
+
+def _empty(a: ArrayInfo) -> npt.NDArray[Any]:
+    return np.empty(a.shape, _DTYPES[a.dtype])
+
+
+def _zstd() -> Any:
+    try:
+        import zstandard  # noqa: PLC0415  (optional)
+    except ImportError as error:
+        raise SchemaMismatch("the zstd codec needs the package zstandard: pip install zstandard") from error
+    return zstandard
