@@ -181,8 +181,8 @@ def warnings(config: RunConfig) -> list[str]:
     elif interval > 1 and bound < 2 * interval - 1:
         found.append(
             f"lag.max is {bound} with weights every {interval} versions: a group begun just before new weights "
-            f"arrive has only {bound - interval + 1} versions to be finished and trained in, so admission holds "
-            f"workers back. Set lag.max to {2 * interval - 1} or more, or publish more often."
+            f"arrive has only {_plural(bound - interval + 1, 'version')} to be finished and trained in, so admission "
+            f"holds workers back. Set lag.max to {2 * interval - 1} or more, or publish more often."
         )
     if slots > limit:
         found.append(
@@ -194,7 +194,8 @@ def warnings(config: RunConfig) -> list[str]:
         found.append(
             f"trainer.loss.sat.floor is {loss.sat.floor}: it keeps the radius open and switches most of SAT off. Set 0."
         )
-    if loss.name == "sat-gspo" and max(loss.clip_low, loss.clip_high) < 0.01:
+    radii = [radius for radius in (loss.clip_low, loss.clip_high) if radius is not None]
+    if loss.name == "sat-gspo" and radii and max(radii) < 0.01:
         found.append(
             "sat-gspo with radii below 0.01 never changes a gradient once the gate is above them. Set "
             "trainer.loss.clip_low and clip_high to 0.2."
@@ -221,7 +222,7 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
     bound = (
         "0: synchronous. Every token is trained by the version that sampled it."
         if lag == 0
-        else f"{lag}: no token is trained more than {lag} optimizer steps after the version that sampled it."
+        else f"{lag}: no token is trained more than {_plural(lag, 'optimizer step')} after the version that sampled it."
     )
     interval = config.weights.publish_interval
     lines = [
@@ -243,16 +244,16 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
         ("loss", _loss(config)),
         (
             "trainer",
-            f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''} on {config.trainer.device} (data {layout.data}, "
-            f"tensor {layout.tensor}, pipeline {layout.pipeline}, expert {layout.expert}), {config.trainer.dtype}, started by "
-            f"{config.trainer.launcher}.",
+            f"{_plural(layout.ranks, 'rank')} on {config.trainer.device} (data {layout.data}, "
+            f"tensor {layout.tensor}, pipeline {layout.pipeline}, expert {layout.expert}), {config.trainer.dtype}, "
+            f"started by {config.trainer.launcher}.",
         ),
         (
             "engines",
             f"{len(config.engine.urls)} that run elsewhere."
             if config.engine.urls
-            else f"{config.engine.replicas} x {config.engine.tensor_parallel} device(s) on {config.engine.device}, "
-            f"{config.engine.dtype}.",
+            else f"{config.engine.replicas}, each on {_plural(config.engine.tensor_parallel, 'device')} "
+            f"({config.engine.device}), {config.engine.dtype}.",
         ),
         ("task", f"{config.task.name} (looked up when the workers start)."),
         (
@@ -295,8 +296,14 @@ def _loss(config: RunConfig) -> str:
     loss = config.trainer.loss
     replay = {"required": "with", "available": "where present with", "off": "without"}[config.trainer.routing_replay]
     sat = f", SAT gate at the {loss.sat.alpha:.0%} quantile ({loss.sat.kernel})" if loss.name.startswith("sat") else ""
-    clip = f"clip {loss.clip_low:g}/{loss.clip_high:g}"
-    return f"{loss.name}, {loss.advantage} advantages, {clip}{sat}, {replay} routing replay."
+    advantage = f", {loss.advantage} advantages" if loss.advantage else ""
+    return f"{loss.name}{advantage}{_clip(loss.clip_low, loss.clip_high)}{sat}, {replay} routing replay."
+
+
+def _clip(low: float | None, high: float | None) -> str:
+    if low is None and high is None:
+        return ""
+    return ", clip " + "/".join("default" if radius is None else f"{radius:g}" for radius in (low, high))
 
 
 def _bytes(size: int) -> str:
@@ -304,6 +311,10 @@ def _bytes(size: int) -> str:
         if size >= limit:
             return f"{size / limit:,.1f} {unit}"
     return f"{size} bytes"
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _count(number: int) -> str:

@@ -187,7 +187,7 @@ def user_errors() -> tuple[type[Exception], ...]:
     found: list[type[Exception]] = [ConfigError]
     for module, names in (
         ("services.local.layout", ("CannotStart",)),
-        ("broker.queue", ("BrokerUnavailable", "SchemaMismatch")),
+        ("broker.errors", ("BrokerError",)),
     ):
         loaded = sys.modules.get(module)
         found += [getattr(loaded, name) for name in names if hasattr(loaded, name)]

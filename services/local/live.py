@@ -95,7 +95,8 @@ def view_of(snapshot: Snapshot | None, rewards: Sequence[float], facts: ProcessF
         closes=groups.closes and snapshot.tokens.closes,
         ledger=(
             f"{groups.issued} issued = {groups.trained} trained + {groups.filtered} without gradient"
-            f" + {groups.stale} stale + {groups.failed} failed + {groups.generating + groups.ready + groups.leased} in flight"
+            f" + {groups.stale} stale + {groups.failed} failed"
+            f" + {groups.generating + groups.ready + groups.leased} in flight"
         ),
         eta_s=remaining_s(snapshot, metrics),
         facts=facts,

@@ -17,10 +17,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from broker.queue import Broker, BrokerUnavailable
+from broker.errors import BrokerError, BrokerUnavailable
+from broker.queue import Broker
 from broker.types import Snapshot
 from services.local.layout import CannotStart, Role, embeds_redis, roles
-from services.local.live import ProcessFacts, plain_line, screen, view_of
+from services.local.live import LiveView, ProcessFacts, plain_line, screen, view_of
 from services.local.metrics import MetricsTail
 from services.local.plan import Plan
 from services.local.processes import Processes, explain_log
@@ -118,8 +119,6 @@ class Session:
             self._roles = {"redis": Role("redis", ()), **self._roles}
             self._start("redis")
         broker = self._broker = self._connect()
-        if self._asked:
-            return STOPPED
         broker.initialise(config)
         if self._plan.resumed:
             broker.set_status("starting")
@@ -163,7 +162,7 @@ class Session:
                     raise CannotStart(
                         f"redis did not start ({describe_exit(code)}): {explain_log(redis.log)}"
                     ) from error
-                if redis is None or self._asked or time.monotonic() > deadline:
+                if redis is None or time.monotonic() > deadline:
                     raise CannotStart(str(error)) from error
             time.sleep(self._settings.poll_s)
 
@@ -239,7 +238,7 @@ class Session:
             return
         try:
             self._snapshot = self._broker.snapshot()
-        except BrokerUnavailable as error:
+        except BrokerError as error:
             self._news = str(error)
             return
         first_port = self._plan.config.engine.port
@@ -248,7 +247,7 @@ class Session:
             if engine.routable and port.isdigit():
                 self._served.add(f"engine-{int(port) - first_port}")
 
-    def _view(self):  # type: ignore[no-untyped-def]
+    def _view(self) -> LiveView:
         config = self._plan.config
         facts = ProcessFacts(
             elapsed_s=time.monotonic() - self._began,
@@ -277,7 +276,7 @@ class Session:
                 if end.status != "finished":
                     self._broker.set_status("stopped")
                 self._snapshot = self._broker.snapshot()
-            except BrokerUnavailable as error:
+            except BrokerError as error:
                 self._tell(str(error))
         if end.code != STOPPED and self._snapshot is not None:
             self._metrics.read()
