@@ -1,0 +1,193 @@
+"""Client of an SGLang engine's control API.
+
+Invariant: every call ends within its timeout with a typed outcome, `Done` only if the engine said so in an answer that
+does not contradict itself; everything else (timeout, reset, 4xx, 5xx, unreadable answer, success: false) is `Lost`, and
+the caller must assume the worse of "it happened" and "it did not".
+
+The cache is flushed with every load: without that, cached prompts keep keys and values, and routes, of the old weights.
+The pause modes `in_place` and `retract` are not offered: the first continues on the old weights' cache, the second lets
+the new weights rewrite the routes of tokens that the old ones sampled (docs/weight-sync.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import httpx
+
+MAX_ANSWER_BYTES = 32 << 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """The engine confirmed it."""
+
+    value: T
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """It failed, or nobody knows. refused: nobody listens at the address, so nothing was sent."""
+
+    detail: str
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an engine says of itself. weights: its name of the weights; paused: None if it does not say."""
+
+    weights: str
+    paused: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds. probe: short questions; load: one load; pause: until aborted requests left; poll: between two looks."""
+
+    probe: float = 5.0
+    load: float = 120.0
+    pause: float = 30.0
+    drain: float = 60.0
+    poll: float = 0.02
+
+
+class EngineClient:
+    """One engine. `http` is shared and closed by its owner."""
+
+    def __init__(self, http: httpx.AsyncClient, url: str, timeouts: Timeouts, api_key: str | None = None) -> None:
+        self._http, self._url, self._timeouts = http, url.rstrip("/"), timeouts
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def probe(self) -> Done[Served] | Lost:
+        """What it serves now, and whether it is paused."""
+        info = await self._json("GET", "/model_info", self._timeouts.probe)
+        if isinstance(info, Lost):
+            return info
+        weights = info.value.get("weight_version")
+        if not isinstance(weights, str):
+            return Lost("/model_info names no weight_version")
+        ready = await self._send("GET", "/ready", self._timeouts.probe)
+        paused = {200: False, 503: True}.get(ready.value[0]) if isinstance(ready, Done) else None
+        return Done(Served(weights, paused))
+
+    async def running(self) -> Done[int] | Lost:
+        """Requests that run or wait inside the engine."""
+        answer = await self._json("GET", "/v1/loads", self._timeouts.probe)
+        if isinstance(answer, Lost):
+            return answer
+        try:
+            loads = answer.value["loads"]
+            return Done(sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads))
+        except (KeyError, TypeError, ValueError):
+            return Lost("/v1/loads does not say how many requests run")
+
+    async def drain(self) -> Done[bool] | Lost:
+        """Wait until nothing runs: Done(True); Done(False) if something still runs at the limit."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._timeouts.drain
+        while True:
+            running = await self.running()
+            if isinstance(running, Lost):
+                return running
+            if running.value == 0:
+                return Done(True)
+            if clock() >= deadline:
+                return Done(False)
+            await asyncio.sleep(self._timeouts.poll)
+
+    async def pause(self) -> Done[None] | Lost:
+        """Abort what runs (its partial answers go back to the workers) and hold new requests back."""
+        return _acknowledged(await self._json("POST", "/pause_generation", self._timeouts.pause, {"mode": "abort"}))
+
+    async def resume(self, tries: int = 3) -> Done[None] | Lost:
+        """Let requests through again; harmless for an engine that is not paused."""
+        outcome: Done[None] | Lost = Lost("no try")
+        for attempt in range(tries):
+            outcome = _acknowledged(await self._json("POST", "/continue_generation", self._timeouts.probe, {}))
+            if isinstance(outcome, Done) or outcome.refused:
+                return outcome
+            if attempt + 1 < tries:
+                await asyncio.sleep(self._timeouts.poll * 2**attempt)
+        return outcome
+
+    async def load(self, folder: Path, version: int) -> Done[None] | Lost:
+        """Load the weights of `folder` (absolute, as the engine sees it), flush the cache, and name them `version`."""
+        body = {
+            "model_path": str(folder),
+            "flush_cache": True,
+            "abort_all_requests": False,
+            "weight_version": str(version),
+        }
+        answer = await self._json("POST", "/update_weights_from_disk", self._timeouts.load, body)
+        if isinstance(answer, Lost):
+            return answer
+        if answer.value.get("success") is not True:
+            return Lost(f"the load answered success: {answer.value.get('success')!r}")
+        return Done(None)
+
+    async def checksums(self) -> Done[dict[str, str]] | Lost:
+        """Checksum of every parameter; with several ranks the names carry the rank: `rank/name`."""
+        answer = await self._json("POST", "/weights_checker", self._timeouts.load, {"action": "checksum"})
+        if isinstance(answer, Lost):
+            return answer
+        try:
+            if answer.value["success"] is not True:
+                return Lost("the checksum answered success: false")
+            ranks = [dict(rank["checksums"]) for rank in answer.value["ranks"]]
+        except (KeyError, TypeError, ValueError):
+            return Lost("/weights_checker gives no checksums")
+        if not ranks or not all(ranks):
+            return Lost("/weights_checker gives no checksums")
+        if len(ranks) == 1:
+            return Done(ranks[0])
+        return Done({f"{i}/{name}": value for i, rank in enumerate(ranks) for name, value in rank.items()})
+
+    async def _json(
+        self, method: str, path: str, limit_s: float, body: Mapping[str, Any] | None = None
+    ) -> Done[dict[str, Any]] | Lost:
+        answer = await self._send(method, path, limit_s, body)
+        if isinstance(answer, Lost):
+            return answer
+        status, content = answer.value
+        if status != 200:
+            return Lost(f"{path} answered {status}")
+        try:
+            decoded = json.loads(content)
+        except ValueError:
+            return Lost(f"{path} answered something that is not JSON")
+        return Done(decoded) if isinstance(decoded, dict) else Lost(f"{path} answered no object")
+
+    async def _send(
+        self, method: str, path: str, limit_s: float, body: Mapping[str, Any] | None = None
+    ) -> Done[tuple[int, bytes]] | Lost:
+        try:
+            async with asyncio.timeout(limit_s):
+                request = self._http.stream(method, self._url + path, json=body, headers=self._headers, timeout=limit_s)
+                async with request as response:
+                    content = bytearray()
+                    async for part in response.aiter_bytes():
+                        content += part
+                        if len(content) > MAX_ANSWER_BYTES:
+                            return Lost(f"{path} answered more than {MAX_ANSWER_BYTES} bytes")
+                    return Done((response.status_code, bytes(content)))
+        except httpx.ConnectError:
+            return Lost(f"{path}: connection refused", refused=True)
+        except (TimeoutError, httpx.TimeoutException):
+            return Lost(f"{path}: no answer within {limit_s:g} s")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return Lost(f"{path}: {type(error).__name__}")
+
+
+def _acknowledged(answer: Done[dict[str, Any]] | Lost) -> Done[None] | Lost:
+    """Pause and continue say status: ok; a body that says otherwise contradicts its 200."""
+    if isinstance(answer, Lost):
+        return answer
+    status = answer.value.get("status", "ok")
+    return Done(None) if status == "ok" else Lost(f"answered status {status!r}")

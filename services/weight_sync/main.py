@@ -1,0 +1,70 @@
+"""`lagrange weight-sync`: keeps every engine on the newest published version.
+
+Invariant: at most the time of one probe passes between an engine's end (or an update's failure) and its leaving the
+routable ones, and whatever this process was doing when it was killed is found and mended by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import httpx
+import structlog
+from fastapi import FastAPI
+
+from broker.errors import BrokerError
+from broker.logs import configure_logs
+from broker.queue import Broker
+from configs.schema import RunConfig
+from services.http import read_secret, run_service
+from services.weight_sync.app import create_app
+from services.weight_sync.engine_client import Timeouts
+from services.weight_sync.lifecycle import Policy
+from services.weight_sync.reconciler import Reconciler, Settings
+
+log = structlog.get_logger()
+MAX_CONNECTIONS = 256
+
+
+def run(config: RunConfig) -> int:
+    """Run until SIGINT or SIGTERM; returns the exit code (2: configuration, 3: port, 4: Redis)."""
+    configure_logs(config.run.id, "weight-sync")
+    if config.redis.url is None:
+        log.error("cannot start", problem="redis.url is not set. Set it, or start the run with `lagrange up`.")
+        return 2
+    try:
+        password = read_secret("LAGRANGE_REDIS_PASSWORD", os.environ)
+        settings = settings_of(config, os.environ)
+    except ValueError as error:
+        log.error("cannot start", problem=str(error))
+        return 2
+    try:
+        broker = Broker.connect(config.redis.url, config.run.id, password=password, timeout_s=config.redis.timeout_s)
+    except BrokerError as error:
+        log.error("cannot start", problem=str(error))
+        return 4
+
+    def build(token: str | None) -> FastAPI:
+        http = httpx.AsyncClient(limits=httpx.Limits(max_connections=MAX_CONNECTIONS), trust_env=False)
+        return create_app(Reconciler(broker, http, settings), token, closing=broker.close, http=http)
+
+    return run_service("weight-sync", config.weight_sync, build)
+
+
+def settings_of(config: RunConfig, environment: Mapping[str, str]) -> Settings:
+    """The loop's settings from a run's configuration. Raises ValueError if the engines' key cannot be read."""
+    weights, engine = config.weights, config.engine
+    exact = engine.device == "cpu" and engine.tensor_parallel == 1
+    return Settings(
+        policy=Policy(
+            drain=weights.pause == "drain",
+            tries=weights.update_tries,
+            join_patience_s=engine.start_timeout_s,
+        ),
+        timeouts=Timeouts(load=weights.update_timeout_s, drain=weights.update_timeout_s / 2),
+        interval_s=weights.probe_interval_s,
+        poll_s=min(0.05, weights.probe_interval_s),
+        exact_dtype=engine.dtype if exact else None,
+        api_key=read_secret("LAGRANGE_ENGINE_API_KEY", environment),
+    )

@@ -1,0 +1,217 @@
+"""One engine as weight-sync drives it: carries out the life cycle's commands and shows each state before it acts on it.
+
+Invariant: no Drain, Pause, Load or Verify is sent while the registry shows another state than the one that the command
+belongs to; so an engine whose weights are being changed is never routable, whatever this process or Redis does next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import structlog
+
+from broker.errors import BrokerError
+from broker.types import EngineRecord, EngineState
+from services.weight_sync import lifecycle as lc
+from services.weight_sync.checksums import Verdict, compare, overall
+from services.weight_sync.engine_client import Done, EngineClient, Lost, Served
+from services.weight_sync.ports import Registry
+from services.weight_sync.staging import Staged
+
+log = structlog.get_logger()
+SHUTDOWN_CONTINUE_S = 3.0
+
+
+class Fleet(Protocol):
+    """What a member asks of the reconciler."""
+
+    policy: lc.Policy
+    registry: Registry
+    clock: Callable[[], float]
+
+    @property
+    def staged(self) -> Staged | None:
+        """The newest version that may be loaded."""
+
+    def reference(self, version: int) -> str | None:
+        """Overall checksum that some engine was confirmed with for this version."""
+
+    def confirmed(self, version: int, checksum: str, staged: Staged | None) -> None:
+        """Remember a confirmed version's overall checksum, and what was loaded if that is known."""
+
+    def other_references(self, staged: Staged | None) -> Mapping[int, str]:
+        """Overall checksums of versions whose files differ from those of `staged`."""
+
+
+@dataclass
+class Figures:
+    """Totals since this process started, and last values; seconds."""
+
+    updates: int = 0
+    failures: int = 0
+    silent_probes: int = 0
+    verified_exactly: int = 0
+    load_seconds: float = 0.0
+    last_load_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    last_pause_seconds: float = 0.0
+    unroutable_seconds: float = 0.0
+    last_unroutable_seconds: float = 0.0
+
+
+@dataclass
+class Member:
+    """A registered engine. shown: its record as this process last wrote or read it in the registry."""
+
+    shown: EngineRecord
+    client: EngineClient
+    life: lc.Life
+    figures: Figures = field(default_factory=Figures)
+    task: asyncio.Task[None] | None = None
+    loading: Staged | None = None  # what the last load was of: the newest may be another one by now
+    paused_at: float | None = None
+    left_at: float | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether its task runs."""
+        return self.task is not None and not self.task.done()
+
+    async def drive(self, fleet: Fleet, first: lc.Event) -> None:
+        """From one event (a tick, a rejoin) until there is nothing to do. If cancelled, it is continued."""
+        try:
+            event, last = first, None
+            while True:
+                life, command = self._step(fleet, event, last)
+                life, command = await self._show(fleet, life, command)
+                if command is None:
+                    return
+                last, event = command, await self._carry_out(fleet, command)
+        except asyncio.CancelledError:
+            if self.life.maybe_paused:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SHUTDOWN_CONTINUE_S):
+                        await self.client.resume()
+            raise
+
+    def _step(self, fleet: Fleet, event: lc.Event, last: lc.Command | None) -> tuple[lc.Life, lc.Command | None]:
+        before, wanted = self.life, fleet.staged.version if fleet.staged else None
+        self.life, command = lc.step(before, event, lc.Moment(fleet.policy, fleet.clock(), wanted), last)
+        if self.life.failures > before.failures:
+            self.figures.failures += 1
+        if self.life.state is not before.state:
+            self._changed(fleet, before)
+        return self.life, command
+
+    def _changed(self, fleet: Fleet, before: lc.Life) -> None:
+        engine, state = self.shown.engine_id, self.life.state
+        log.info("engine", engine=engine, was=before.state, now=state, version=self.life.version, why=self.life.detail)
+        if before.state is EngineState.SERVING:
+            self.left_at = fleet.clock()
+        if state is EngineState.SERVING:
+            self.figures.updates += 1
+            if self.left_at is not None:
+                self.figures.last_unroutable_seconds = fleet.clock() - self.left_at
+                self.figures.unroutable_seconds += self.figures.last_unroutable_seconds
+                self.left_at = None
+
+    async def _show(self, fleet: Fleet, life: lc.Life, command: lc.Command | None) -> tuple[lc.Life, lc.Command | None]:
+        """Write the state; if that is impossible, give up whatever would act on the engine's weights."""
+        for _ in range(4):
+            wanted = replace(
+                self.shown, state=life.state, version=life.version, checksum=life.checksum, detail=life.detail
+            )
+            if wanted == self.shown:
+                return life, command
+            try:
+                written = await asyncio.to_thread(fleet.registry.update_engine, wanted, self.shown.state)
+            except BrokerError as error:
+                if command is None or isinstance(command, lc.Probe | lc.Continue):
+                    return life, command
+                return self._step(fleet, lc.Failed(f"the registry does not answer: {error}"), command)
+            if written:
+                self.shown = wanted
+                return life, command
+            # Its supervisor registered it again: what this process knows is about a process that no longer exists.
+            self.shown = replace(self.shown, state=EngineState.JOINING, version=-1, checksum="", detail="")
+            life, command = self._step(fleet, lc.Rejoined(), None)
+        return life, command if isinstance(command, lc.Probe | lc.Continue) else None
+
+    async def _carry_out(self, fleet: Fleet, command: lc.Command) -> lc.Event:
+        if isinstance(command, lc.Probe):
+            return self._probed(await self.client.probe())
+        if isinstance(command, lc.Drain):
+            drained = await self.client.drain()
+            return _event(drained) if isinstance(drained, Lost) or drained.value else lc.DrainTimedOut()
+        if isinstance(command, lc.Pause):
+            self.paused_at = fleet.clock()
+            return _event(await self.client.pause())
+        if isinstance(command, lc.Continue):
+            return self._resumed(fleet, await self.client.resume())
+        if isinstance(command, lc.Load):
+            return await self._load(fleet, command.version)
+        return await self._verify(fleet, command.version)
+
+    def _probed(self, outcome: Done[Served] | Lost) -> lc.Event:
+        if isinstance(outcome, Lost):
+            self.figures.silent_probes += 1
+            return lc.Silent(outcome.refused)
+        return lc.Answered(outcome.value.weights, outcome.value.paused)
+
+    def _resumed(self, fleet: Fleet, outcome: Done[None] | Lost) -> lc.Event:
+        if isinstance(outcome, Done) and self.paused_at is not None:
+            self.figures.last_pause_seconds = fleet.clock() - self.paused_at
+            self.figures.pause_seconds += self.figures.last_pause_seconds
+            self.paused_at = None
+        return _event(outcome)
+
+    async def _load(self, fleet: Fleet, version: int) -> lc.Event:
+        staged = fleet.staged
+        if staged is None or staged.version < version:
+            return lc.Failed(f"version {version} is not staged")
+        if staged.version > version:  # a newer one was staged while this engine drained: that one is loaded
+            self.life = replace(self.life, target=staged.version)
+        self.loading, began = staged, fleet.clock()
+        outcome = await self.client.load(staged.folder, staged.version)
+        self.figures.last_load_seconds = fleet.clock() - began
+        self.figures.load_seconds += self.figures.last_load_seconds
+        return _event(outcome)
+
+    async def _verify(self, fleet: Fleet, version: int) -> lc.Event:
+        served = await self.client.probe()
+        if isinstance(served, Lost):
+            return lc.Failed(served.detail)
+        if served.value.weights != str(version):
+            return lc.Failed(f"names its weights {served.value.weights[:80]!r} after a load of {version}")
+        sums = await self.client.checksums()
+        if isinstance(sums, Lost):
+            return lc.Failed(sums.detail)
+        return self._compare(fleet, version, sums.value)
+
+    def _compare(self, fleet: Fleet, version: int, sums: Mapping[str, str]) -> lc.Event:
+        total = overall(sums)
+        staged = next((s for s in (self.loading, fleet.staged) if s is not None and s.version == version), None)
+        if staged is not None and staged.checksums:
+            verdict, difference = compare(sums, staged.checksums)
+            if verdict is Verdict.DIFFERENT:
+                return lc.Failed(f"the weights are not those of version {version}: {difference}")
+            if verdict is Verdict.EXACT:
+                self.figures.verified_exactly += 1
+                fleet.confirmed(version, total, staged)
+                return lc.Succeeded(total)
+        known = fleet.reference(version) or (self.life.checksum if self.life.version == version else None)
+        if known and known != total:
+            return lc.Failed(f"the weights differ from those that version {version} was confirmed with before")
+        same = sorted(other for other, checksum in fleet.other_references(staged).items() if checksum == total)
+        if same:
+            return lc.Failed(f"the weights are still those of version {same[0]}")
+        fleet.confirmed(version, total, staged)
+        return lc.Succeeded(total)
+
+
+def _event(outcome: Done[None] | Done[bool] | Lost) -> lc.Event:
+    return lc.Failed(outcome.detail) if isinstance(outcome, Lost) else lc.Succeeded()

@@ -1,0 +1,246 @@
+"""The loop of weight-sync: compares what is published with what each engine serves, and closes the gap.
+
+Invariant: everything that this process must know after it was killed is in the registry and in the engines; it keeps no
+state of its own on disk. Engines are driven independently: one that hangs delays no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import httpx
+import structlog
+
+from broker.errors import BrokerError
+from broker.logs import bind_version
+from broker.types import EngineRecord, EngineState, VersionRecord
+from services.weight_sync import lifecycle as lc
+from services.weight_sync.engine_client import EngineClient, Timeouts
+from services.weight_sync.member import Member
+from services.weight_sync.ports import Registry
+from services.weight_sync.staging import IncompleteVersion, Staged, stage
+
+log = structlog.get_logger()
+REFERENCES_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the loop works. interval_s: between looks at the engines; poll_s: at the published version. exact_dtype: see
+    staging.stage. api_key: the engines' key."""
+
+    policy: lc.Policy = field(default_factory=lc.Policy)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    interval_s: float = 0.5
+    poll_s: float = 0.05
+    exact_dtype: str | None = None
+    api_key: str | None = None
+
+
+@dataclass
+class Totals:
+    """Counters since start."""
+
+    looks: int = 0
+    registry_failures: int = 0
+    unexpected_errors: int = 0
+    stagings: int = 0
+    staging_failures: int = 0
+    staged_bytes: int = 0
+    last_staging_seconds: float = 0.0
+
+
+class Reconciler:
+    """Drives all registered engines towards the newest published version."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        http: httpx.AsyncClient,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry, self.policy, self.clock = registry, settings.policy, clock
+        self.members: dict[str, Member] = {}
+        self.published: VersionRecord | None = None
+        self.staging_problem = ""
+        self.totals = Totals()
+        self.last_look: float | None = None  # of the last look at the registry that succeeded
+        self.last_round: float = clock()
+        self._http, self._settings = http, settings
+        self._staged: Staged | None = None
+        self._staging: asyncio.Task[None] | None = None
+        self._staging_not_before = 0.0
+        self._references: dict[int, tuple[str, str]] = {}  # version -> (checksum of its files, of the engine's weights)
+        self._wake = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    @property
+    def staged(self) -> Staged | None:
+        """The newest version that may be loaded."""
+        return self._staged
+
+    def reference(self, version: int) -> str | None:
+        """Overall checksum that this version was confirmed with, by this process or as the registry shows."""
+        if version in self._references:
+            return self._references[version][1]
+        shown = (m.shown for m in self.members.values())
+        return next((r.checksum for r in shown if r.routable and r.version == version and r.checksum), None)
+
+    def confirmed(self, version: int, checksum: str, staged: Staged | None) -> None:
+        """Remember a confirmed version's overall checksum, and what was loaded if that is known."""
+        self._references[version] = (staged.record.checksum if staged else "", checksum)
+        while len(self._references) > REFERENCES_KEPT:
+            self._references.pop(min(self._references))
+
+    def other_references(self, staged: Staged | None) -> Mapping[int, str]:
+        """Overall checksums of versions whose files differ from those of `staged`; none where that is not known."""
+        if staged is None or not staged.record.checksum:
+            return {}
+        mine = staged.record
+        known = self._references.items()
+        return {v: own for v, (files, own) in known if v != mine.version and files and files != mine.checksum}
+
+    def wake(self) -> None:
+        """Look now rather than at the next interval."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End `run` soon."""
+        self._stopped.set()
+        self._wake.set()
+
+    def lagging(self) -> list[str]:
+        """Engines that are not (yet) confirmed with the newest published version; those that are gone do not count."""
+        goal = self.published.version if self.published else -1
+        return sorted(
+            m.shown.engine_id
+            for m in self.members.values()
+            if m.shown.state is not EngineState.GONE and not (m.shown.routable and m.shown.version >= goal)
+        )
+
+    async def run(self) -> None:
+        """Until `stop`: a look every interval. Whatever fails in one look is counted and tried again in the next."""
+        try:
+            while not self._stopped.is_set():
+                self._wake.clear()
+                try:
+                    await self.look()
+                except BrokerError as error:
+                    self.totals.registry_failures += 1
+                    log.warning("the registry does not answer", problem=str(error))
+                except Exception as error:
+                    self.totals.unexpected_errors += 1
+                    log.error("a look failed", error=type(error).__name__, exc_info=error)
+                self.last_round = self.clock()
+                await self._wait()
+        finally:
+            await self._cancel_all()
+
+    async def look(self) -> None:
+        """Read the registry once, stage a new version, and start a drive of every engine that is not being driven."""
+        self._collect()
+        records, published = await asyncio.to_thread(lambda: (self.registry.engines(), self.registry.published()))
+        self.totals.looks += 1
+        self.last_look, self.published = self.clock(), published
+        if published is not None:
+            bind_version(published.version)
+            self._stage(published)
+        self._forget(records)
+        for record in records:
+            self._drive(record)
+
+    def _drive(self, record: EngineRecord) -> None:
+        member = self.members.get(record.engine_id)
+        if member is None:
+            member = self._member(record, lc.takeover(record, self.clock()))
+            self.members[record.engine_id] = member
+            log.info("engine found", engine=record.engine_id, state=record.state, version=record.version)
+        if member.busy:
+            return
+        event: lc.Event = lc.Tick()
+        if self._is_another_process(member, record):
+            figures = member.figures
+            member = self._member(record, member.life)
+            member.figures = figures
+            self.members[record.engine_id] = member
+            event = lc.Rejoined()
+        member.shown = record
+        member.task = asyncio.create_task(member.drive(self, event), name=f"drive {record.engine_id}")
+        member.task.add_done_callback(lambda _task: self._driven(member))
+
+    def _driven(self, member: Member) -> None:
+        """A drive ended: if a newer version was staged meanwhile, the next one need not wait for the interval."""
+        if member.shown.routable and self._staged is not None and member.shown.version < self._staged.version:
+            self._wake.set()
+
+    @staticmethod
+    def _is_another_process(member: Member, record: EngineRecord) -> bool:
+        registered_again = record.state is EngineState.JOINING and member.life.state is not EngineState.JOINING
+        return registered_again or record.pid != member.shown.pid or record.url != member.shown.url
+
+    def _member(self, record: EngineRecord, life: lc.Life) -> Member:
+        settings = self._settings
+        return Member(record, EngineClient(self._http, record.url, settings.timeouts, settings.api_key), life)
+
+    def _forget(self, records: tuple[EngineRecord, ...]) -> None:
+        """Drop engines that are no longer registered; one that is being driven is dropped when that has ended."""
+        present = {record.engine_id for record in records}
+        for engine_id in [e for e, m in self.members.items() if e not in present and not m.busy]:
+            log.info("engine left", engine=engine_id)
+            del self.members[engine_id]
+
+    def _collect(self) -> None:
+        """Errors that no drive may have: they are bugs, counted and logged, and the engine is driven again."""
+        for member in self.members.values():
+            task = member.task
+            if task is not None and task.done() and not task.cancelled() and task.exception() is not None:
+                self.totals.unexpected_errors += 1
+                log.error("a drive failed", engine=member.shown.engine_id, exc_info=task.exception())
+                member.task = None
+
+    def _stage(self, published: VersionRecord) -> None:
+        running = self._staging is not None and not self._staging.done()
+        if running or (self._staged is not None and self._staged.record == published):
+            return
+        if self.clock() >= self._staging_not_before:
+            self._staging = asyncio.create_task(self._stage_now(published), name=f"stage {published.version}")
+
+    async def _stage_now(self, published: VersionRecord) -> None:
+        began = self.clock()
+        try:
+            staged = await asyncio.to_thread(stage, published, self._settings.exact_dtype)
+        except IncompleteVersion as error:
+            self.totals.staging_failures += 1
+            self.staging_problem = str(error)
+            self._staging_not_before = self.clock() + self.policy.back_off_s
+            log.error("version cannot be staged", staging=published.version, problem=str(error))
+            return
+        self._staged, self.staging_problem = staged, ""
+        self.totals.stagings += 1
+        self.totals.staged_bytes += staged.bytes
+        self.totals.last_staging_seconds = self.clock() - began
+        self._wake.set()
+
+    async def _wait(self) -> None:
+        """Until the next interval, a wake-up, or a newly published version (asked for more often: it is one read)."""
+        end = self.clock() + self._settings.interval_s
+        while (left := end - self.clock()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, self._settings.poll_s)):
+                    await self._wake.wait()
+            if self._wake.is_set():
+                return
+            with contextlib.suppress(BrokerError):
+                if await asyncio.to_thread(self.registry.published) != self.published:
+                    return
+
+    async def _cancel_all(self) -> None:
+        tasks = [t for t in [self._staging, *(m.task for m in self.members.values())] if t is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
