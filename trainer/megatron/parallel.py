@@ -5,14 +5,20 @@ Invariant: every collective has a finite time-out, so a rank that dies ends the 
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from configs.load import ConfigError
 from configs.schema import RunConfig
+from trainer.megatron import compat
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class Parallel:
     data_rank: int
     data_size: int
     device: torch.device
+    data_group: dist.ProcessGroup
 
     @property
     def is_main(self) -> bool:
@@ -37,15 +44,48 @@ class Parallel:
 
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Sum of `values` (any shape, float64 or int64) over the data-parallel ranks; the same on each of them."""
-        raise NotImplementedError
+        total = values.to(self.device, copy=True)
+        if self.data_size > 1:
+            dist.all_reduce(total, group=self.data_group)
+        return total
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's payload (bytes there, None elsewhere) on every rank."""
-        raise NotImplementedError
+        if self.world == 1:
+            return payload or b""
+        return broadcast_bytes(payload, 0, None, self.device)
 
     def barrier(self) -> None:
         """Wait until every rank is here, at most trainer.collective_timeout_s."""
-        raise NotImplementedError
+        if self.world > 1:
+            dist.barrier()
+
+
+def broadcast_bytes(payload: bytes | None, source: int, group: dist.ProcessGroup | None, device: torch.device) -> bytes:
+    """The payload of global rank `source` on every rank of `group` (None: all ranks)."""
+    here = dist.get_rank() == source
+    size = torch.tensor([len(payload or b"") if here else 0], dtype=torch.int64, device=device)
+    dist.broadcast(size, source, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if here and payload:
+        data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    if int(size):
+        dist.broadcast(data, source, group=group)
+    return data.cpu().numpy().tobytes()
+
+
+def gather_bytes(payload: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's payload, by rank, on every rank."""
+    world = dist.get_world_size()
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    sizes[dist.get_rank()] = len(payload)
+    dist.all_reduce(sizes)
+    mine = torch.zeros(max(int(sizes.max()), 1), dtype=torch.uint8, device=device)
+    if payload:
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    out = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(out, mine)
+    return [part[:size].cpu().numpy().tobytes() for part, size in zip(out, sizes.tolist(), strict=True)]
 
 
 @contextmanager
@@ -55,5 +95,71 @@ def parallel(config: RunConfig) -> Iterator[Parallel]:
     gloo on cpu, NCCL on cuda. Seeds torch and megatron from run.seed. Raises ConfigError if the world's size is not
     that of trainer.layout, or if trainer.device is cuda and there is none.
     """
-    raise NotImplementedError
-    yield
+    layout = config.trainer.layout
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world != layout.ranks:
+        raise ConfigError(
+            f"trainer.layout needs data x tensor x pipeline = {layout.ranks} ranks, but WORLD_SIZE is {world}. "
+            "Start the trainer with `lagrange trainer`, or torchrun with that many processes."
+        )
+    device = _device(config)
+    compat.install()
+    from megatron.core import parallel_state  # noqa: PLC0415 - after compat.install
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415
+
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = int(os.environ.get("MASTER_PORT", "0")) or (free_port() if world == 1 else 0)
+    if not port:
+        raise ConfigError(
+            "MASTER_PORT is not set: the ranks cannot find each other. Start the trainer with `lagrange trainer`."
+        )
+    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor or layout.tensor,
+            distributed_timeout_minutes=max(1, round(config.trainer.collective_timeout_s / 60)),
+        )
+        torch.manual_seed(config.run.seed)
+        model_parallel_cuda_manual_seed(config.run.seed)
+        yield Parallel(
+            rank=rank,
+            world=world,
+            data_rank=parallel_state.get_data_parallel_rank(),
+            data_size=parallel_state.get_data_parallel_world_size(),
+            device=device,
+            data_group=parallel_state.get_data_parallel_group(),
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _device(config: RunConfig) -> torch.device:
+    if config.trainer.device == "cpu":
+        if torch.cuda.is_available():
+            raise ConfigError(
+                "trainer.device is cpu on a machine with a GPU: set CUDA_VISIBLE_DEVICES='' to hide it, or cuda."
+            )
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("trainer.device is cuda, but torch sees no GPU. Set trainer.device: cpu.")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def free_port() -> int:
+    """A TCP port of this host that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from configs.load import ConfigError
 from configs.schema import RunConfig
 from trainer.batch import MicroBatch
+from trainer.megatron.model_config import ModelShape, read_model_shape
 from trainer.megatron.parallel import Parallel
+
+if TYPE_CHECKING:
+    from trainer.megatron.model import Parts
 
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, log_probs float32 [T], entropy float32 [T]) -> (scalar loss, named tensors to report).
@@ -54,23 +62,52 @@ class ReplayMetrics:
 class PolicyModel:
     """One policy, spread over the ranks of `parallel`. Every method is collective: call it on all ranks alike."""
 
+    def __init__(self, config: RunConfig, parallel: Parallel, parts: Parts, source: Path) -> None:
+        self.config = config
+        self.parallel = parallel
+        self.parts = parts
+        self._source = source
+        self._replayed: Tensor | None = None
+
     @classmethod
     def create(
         cls, config: RunConfig, parallel: Parallel, model_folder: Path, *, dense_ok: bool | None = None
     ) -> PolicyModel:
         """Build the model that model_folder/config.json describes, load its weights, make the optimizer.
 
-        dense_ok: go on when the model has no experts; default: unless trainer.routing_replay is "required".
-        Raises ConfigError when model and layout do not fit, or for a model family that is not known.
+        Call inside `parallel.parallel`. dense_ok: go on when the model has no experts; default: unless
+        trainer.routing_replay is "required". Raises ConfigError when model and layout do not fit, or for a model family
+        that is not known.
         """
-        raise NotImplementedError
+        from trainer.megatron.model import build  # noqa: PLC0415 - after compat.install, which `parallel` calls
+
+        shape = read_model_shape(model_folder)
+        allowed = config.trainer.routing_replay != "required" if dense_ok is None else dense_ok
+        if not shape.experts and not allowed:
+            raise ConfigError(
+                f"trainer.routing_replay is required, but {model_folder} is a dense model without experts. "
+                "Set trainer.routing_replay: available (or off)."
+            )
+        return cls(config, parallel, build(config, parallel.device, model_folder), model_folder)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model as its config.json describes it."""
+        return self.parts.shape
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
-        """Score micro-batches without gradients, with routing replay as in training; same list on all pipeline and tensor ranks.
+        """Score micro-batches without gradients, with routing replay as in training; same on all pipeline and tensor ranks.
 
-        The number of micro-batches must be the same on all data-parallel ranks (fill up with empty ones).
+        The number of micro-batches must be the same on all data-parallel ranks (fill up with empty ones). Tensors are
+        on the CPU. Raises InvalidRoutes before anything is computed.
         """
-        raise NotImplementedError
+
+        def output(_: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return scores.sum(), {"scores": scores}
+
+        with torch.no_grad():
+            reports = self._run(micro_batches, output, training=False)
+        return [TokenScores(report["scores"][0], report["scores"][1]) for report in reports]
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, entropy_gradient: bool = False
@@ -78,25 +115,92 @@ class PolicyModel:
         """Add the gradients of these micro-batches' losses to the gradient buffers (zeroed by optimizer_step).
 
         Returns the named tensors of the loss function, one dict per micro-batch of this data-parallel rank, detached,
-        on the CPU, the same on all pipeline and tensor ranks. May be called once per optimizer step.
+        on the CPU, the same on all pipeline and tensor ranks. To be called once per optimizer step, with the same
+        number of micro-batches on all data-parallel ranks. Raises InvalidRoutes before anything is computed.
         """
-        raise NotImplementedError
+
+        def output(batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            entropy = scores[1] if entropy_gradient else scores[1].detach()
+            loss, report = loss_function(batch, scores[0], entropy)
+            # The schedule may change tensors in place afterwards, so what is reported is copied now.
+            return loss, {name: value.detach().clone() for name, value in report.items()}
+
+        return self._run(micro_batches, output, training=True)
+
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        output: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]],
+        *,
+        training: bool,
+    ) -> list[dict[str, Tensor]]:
+        from trainer.megatron import schedule  # noqa: PLC0415 - after compat.install
+
+        mode, device = self.config.trainer.routing_replay, self.parallel.device
+        items = [schedule.prepare(batch, self.parts, mode, device) for batch in micro_batches]
+        finished = False
+        try:
+            reports = schedule.run(
+                self.parts,
+                items,
+                output,
+                temperature=self.config.rollout.temperature,
+                training=training,
+                device=device,
+            )
+            finished = True
+        finally:
+            if self.parts.replay is not None:
+                counts = self.parts.replay.finish(training=training and finished)
+                if training:
+                    self._replayed = counts
+        return reports
 
     def replay_metrics(self) -> ReplayMetrics:
-        """Routing replay in the last forward_backward."""
-        raise NotImplementedError
+        """Routing replay in the last forward_backward, over all ranks. Collective."""
+        counts = torch.zeros(4, dtype=torch.float64) if self._replayed is None else self._replayed
+        if self.parallel.world > 1:
+            counts = counts.to(self.parallel.device, copy=True)
+            dist.all_reduce(counts)
+        own, replayed, padding, agreed = counts.tolist()
+        return ReplayMetrics(
+            replayed_rows=int(replayed),
+            own_rows=int(own),
+            padding_rows=int(padding),
+            overlap=agreed / replayed if replayed else None,
+        )
 
     def gradients_finite(self) -> bool:
         """True if every gradient on every rank is finite; the same answer on every rank."""
-        raise NotImplementedError
+        ddp = self.parts.wrapped
+        buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+        finite = torch.stack([torch.isfinite(buffer.grad_data).all() for buffer in buffers]).all().int()
+        if self.parallel.world > 1:
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+        return bool(finite)
 
     def optimizer_step(self, learning_rate: float) -> tuple[float, bool]:
         """Clip and apply the gradients, then zero them: (global norm before clipping, applied).
 
-        applied is False, and weights and optimizer state are untouched, if a gradient is not finite.
+        applied is False, the norm is NaN, and weights and optimizer state are untouched, if a gradient is not finite.
         """
-        raise NotImplementedError
+        optimizer = self.parts.optimizer
+        norm, applied = float("nan"), self.gradients_finite()
+        if applied:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            updated, total, _ = optimizer.step()
+            norm, applied = float(total or 0.0), bool(updated)
+        self.zero_gradients()
+        return norm, applied
+
+    def zero_gradients(self) -> None:
+        """Drop what forward_backward added."""
+        self.parts.wrapped.zero_grad_buffer()
+        self.parts.optimizer.zero_grad()
 
     def export_hf(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder (see weights.export_hf): whole or not at all."""
-        raise NotImplementedError
+        """Write the weights as a Hugging Face folder (see export.export_hf): whole or not at all."""
+        from trainer.megatron.export import export_hf  # noqa: PLC0415 - after compat.install
+
+        export_hf(self.parts.gpt, self.parts.shape, self._source, folder, self.parallel.device)

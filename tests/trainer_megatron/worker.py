@@ -1,0 +1,149 @@
+"""One rank of a test: python -m tests.trainer_megatron.worker OUT SPEC, where SPEC is JSON.
+
+SPEC: {"config": overrides of RunConfig by dotted name, "model": folder, "do": [[name, {arguments}], ...]}. Each name is a
+function below; what it returns goes to OUT/<position>.safetensors, written by rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from configs.schema import RunConfig
+from tests.trainer_megatron import data
+from trainer.megatron.parallel import gather_bytes, parallel
+from trainer.megatron.policy import PolicyModel
+
+Named = dict[str, Tensor]
+
+
+def run_config(overrides: dict[str, object]) -> RunConfig:
+    """A small run with a few fields set by dotted name."""
+    tree: dict[str, object] = {}
+    base: dict[str, object] = {
+        "run.steps": 4,
+        "run.seed": 5,
+        "lag.max": 1,
+        "model.tiny": {},
+        "task.name": "max-digit",
+        "rollout.max_new_tokens": 4,
+        "rollout.temperature": data.TEMPERATURE,
+        "trainer.optimizer.learning_rate": 1e-2,
+        "trainer.routing_replay": "available",
+        "trainer.collective_timeout_s": 60,
+    }
+    for dotted, value in (base | overrides).items():
+        *parents, leaf = dotted.split(".")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})  # type: ignore[assignment]
+        node[leaf] = value
+    return RunConfig.model_validate(tree)
+
+
+def batches(policy: PolicyModel, with_routes: bool = False, unpacked: bool = False) -> list:
+    """This data rank's micro-batches."""
+    groups = [(i,) for group in data.MICRO_BATCHES for i in group] if unpacked else list(data.MICRO_BATCHES)
+    per = len(groups) // policy.parallel.data_size
+    mine = groups[policy.parallel.data_rank * per :][:per]
+    return [data.micro_batch(group, with_routes, padding=i % 3) for i, group in enumerate(mine)]
+
+
+def weight_tensors(policy: PolicyModel, of: Callable[[Tensor], Tensor]) -> Named:
+    """`of` each parameter under Hugging Face names, whole, on every rank."""
+    from trainer.megatron import weights
+
+    own: Named = {}
+    for parameter, rule in weights.parameters(policy.parts.gpt, policy.shape):
+        at = weights.shard_of(rule)
+        parts = weights.gather(of(parameter).detach(), at, rule.kind)
+        own |= {
+            name: value.contiguous().clone()
+            for name, value in zip(rule.names, weights.split(rule, parts, policy.shape), strict=True)
+        }
+    out: Named = {}
+    for part in gather_bytes(safetensors.torch.save(own), policy.parallel.device):
+        out |= safetensors.torch.load(part)
+    return out
+
+
+def scores(policy: PolicyModel, with_routes: bool = False, unpacked: bool = False) -> Named:
+    """Log-probs and entropies by sequence, gathered over data ranks."""
+    mine = batches(policy, with_routes, unpacked)
+    own: Named = {}
+    for batch, got in zip(mine, policy.log_probs(mine), strict=True):
+        for i in batch.sequence_index.unique().tolist():
+            rows = (batch.sequence_index == i) & batch.loss_mask
+            if i >= 0:
+                own |= {f"log_probs/{i}": got.log_probs[rows].clone(), f"entropy/{i}": got.entropy[rows].clone()}
+    out: Named = {}
+    for part in gather_bytes(safetensors.torch.save(own), policy.parallel.device):
+        out |= safetensors.torch.load(part)
+    return out
+
+
+def gradients(policy: PolicyModel, with_routes: bool = False, unpacked: bool = False) -> Named:
+    """Gradients of the loss under Hugging Face names, with the summed reports."""
+    reports = policy.forward_backward(batches(policy, with_routes, unpacked), data.micro_batch_loss, entropy_gradient=True)
+    totals = torch.stack([torch.stack((r["loss"].double(), r["tokens"].double())) for r in reports]).sum(0)
+    out = {f"grad/{k}": v for k, v in weight_tensors(policy, lambda p: p.main_grad).items()}
+    out["totals"] = policy.parallel.sum_over_data(totals)
+    metrics = policy.replay_metrics()
+    out["replay"] = torch.tensor(
+        [metrics.replayed_rows, metrics.own_rows, metrics.padding_rows, -1 if metrics.overlap is None else metrics.overlap]
+    )
+    return out
+
+
+def drop_gradients(policy: PolicyModel) -> Named:
+    """Forget the gradients."""
+    policy.zero_gradients()
+    return {}
+
+
+def step(policy: PolicyModel, poison: bool = False) -> Named:
+    """One optimizer step on the gradients there; poison: with a NaN on the last rank."""
+    if poison and policy.parallel.rank == policy.parallel.world - 1:
+        next(iter(policy.parts.gpt.parameters())).main_grad.view(-1)[0] = float("nan")
+    norm, applied = policy.optimizer_step(1e-2)
+    return weight_tensors(policy, lambda p: p) | {"norm": torch.tensor(norm), "applied": torch.tensor(applied)}
+
+
+def export(policy: PolicyModel, folder: str) -> Named:
+    """Write the Hugging Face folder."""
+    policy.export_hf(Path(folder))
+    return {}
+
+
+DO: dict[str, Callable[..., Named]] = {
+    f.__name__: f for f in (scores, gradients, drop_gradients, step, export)
+}
+
+
+def main() -> None:
+    """Run the spec on this rank."""
+    out, spec = Path(sys.argv[1]), json.loads(sys.argv[2])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    config = run_config(spec["config"])
+    with parallel(config) as ranks:
+        policy = PolicyModel.create(config, ranks, Path(spec["model"]))
+        for i, (name, arguments) in enumerate(spec["do"]):
+            result = DO[name](policy, **arguments)
+            if ranks.is_main:
+                safetensors.torch.save_file(
+                    {k: v.contiguous().clone() for k, v in result.items()}, str(out / f"{i}.safetensors")
+                )
+        ranks.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""From a Hugging Face config.json and the run's configuration to megatron's TransformerConfig arguments.
+
+Invariant: what is not understood is refused with the name of the field; a model is never built from a guess. Pure: no
+torch.distributed, no files but config.json, no megatron.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from configs.load import ConfigError
+from configs.schema import LayoutSection, TrainerSection
+
+_MOE = {"qwen3_moe"}
+_DENSE = {"qwen3", "llama"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The model as config.json describes it. Sizes in elements; experts is 0 for a dense model."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    context: int
+    norm_epsilon: float
+    rope_theta: float
+    rope_llama3_factor: float | None
+    tied: bool
+    attention_bias: bool
+    qk_norm: bool
+    experts: int
+    top_k: int
+    expert_intermediate: int
+    norm_topk_prob: bool
+    moe_layers: tuple[bool, ...]
+
+    @property
+    def moe_layer_count(self) -> int:
+        """Layers that route tokens to experts."""
+        return sum(self.moe_layers)
+
+
+def read_model_shape(folder: Path) -> ModelShape:
+    """Read folder/config.json. Raises ConfigError for a missing file, a missing field or an unknown family."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). model.path must name a Hugging Face folder."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    return model_shape(raw, str(path))
+
+
+def model_shape(raw: dict[str, Any], where: str = "config.json") -> ModelShape:
+    """The shape that the content of a config.json describes; `where` begins the error messages."""
+
+    def need(*names: str) -> Any:
+        for name in names:
+            if raw.get(name) is not None:
+                return raw[name]
+        raise ConfigError(f"{where}: {' or '.join(names)} is missing.")
+
+    family = need("model_type")
+    if family not in _MOE | _DENSE:
+        raise ConfigError(
+            f"{where}: model_type {family!r} is not supported; known are {', '.join(sorted(_MOE | _DENSE))}."
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only silu.")
+    if raw.get("use_sliding_window"):
+        raise ConfigError(f"{where}: use_sliding_window is not supported.")
+    moe = family in _MOE
+    layers, heads, hidden = need("num_hidden_layers"), need("num_attention_heads"), need("hidden_size")
+    theta, factor = _rope(raw, where)
+    experts = need("num_experts", "num_local_experts") if moe else 0
+    step, dense_layers = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
+    return ModelShape(
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        key_value_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or hidden // heads,
+        intermediate=need("intermediate_size")
+        if not moe or dense_layers or step > 1
+        else raw.get("intermediate_size", 0),
+        vocabulary=need("vocab_size"),
+        context=need("max_position_embeddings"),
+        norm_epsilon=need("rms_norm_eps"),
+        rope_theta=theta,
+        rope_llama3_factor=factor,
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=bool(raw.get("attention_bias", False)),
+        qk_norm=family != "llama",
+        experts=experts,
+        top_k=need("num_experts_per_tok") if moe else 0,
+        expert_intermediate=need("moe_intermediate_size") if moe else 0,
+        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+        moe_layers=tuple(moe and i not in dense_layers and (i + 1) % step == 0 for i in range(layers)),
+    )
+
+
+def _rope(raw: dict[str, Any], where: str) -> tuple[float, float | None]:
+    """(theta, llama3 factor or None), from either spelling: rope_theta with rope_scaling, or rope_parameters."""
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = scaling.get("rope_theta") or raw.get("rope_theta")
+    if theta is None:
+        raise ConfigError(f"{where}: rope_theta (or rope_parameters.rope_theta) is missing.")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return float(theta), None
+    fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and all(scaling.get(name) == value for name, value in fixed.items()):
+        return float(theta), float(scaling["factor"])
+    raise ConfigError(f"{where}: rope scaling {scaling!r} is not supported, only default, and llama3 with {fixed}.")
+
+
+def check_layout(shape: ModelShape, layout: LayoutSection) -> None:
+    """Raise ConfigError unless every rank gets an equal share of the model."""
+    expert_tensor = layout.expert_tensor or layout.tensor
+    parts = [
+        ("num_hidden_layers", shape.layers, "pipeline", layout.pipeline),
+        ("num_attention_heads", shape.heads, "tensor", layout.tensor),
+        ("num_key_value_heads", shape.key_value_heads, "tensor", layout.tensor),
+        ("vocab_size", shape.vocabulary, "tensor", layout.tensor),
+    ]
+    if shape.experts:
+        parts += [
+            ("num_experts", shape.experts, "expert", layout.expert),
+            ("moe_intermediate_size", shape.expert_intermediate, "expert_tensor", expert_tensor),
+        ]
+    elif layout.expert > 1 or (layout.expert_tensor or 1) > 1:
+        raise ConfigError("trainer.layout.expert and expert_tensor must be 1: the model has no experts.")
+    if not all(shape.moe_layers):
+        parts.append(("intermediate_size", shape.intermediate, "tensor", layout.tensor))
+    for name, size, part, by in parts:
+        if size % by:
+            raise ConfigError(
+                f"the model's {name} = {size} is not divisible by trainer.layout.{part} = {by}. Change the layout."
+            )
+
+
+def transformer_arguments(shape: ModelShape, trainer: TrainerSection, seed_free_init: bool = False) -> dict[str, Any]:
+    """Keyword arguments of megatron's TransformerConfig.
+
+    seed_free_init: skip the random initialisation (weights are loaded anyway).
+    """
+    layout, dtype = trainer.layout, _DTYPES[trainer.dtype]
+    on_gpu = trainer.device == "cuda"
+    arguments: dict[str, Any] = dict(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate or shape.expert_intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.key_value_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.norm_epsilon,
+        qk_layernorm=shape.qk_norm,
+        add_qkv_bias=shape.attention_bias,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor or layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length: stages exchange shapes first
+        calculate_per_token_loss=True,  # no division by micro-batches or ranks anywhere: losses add up
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=not seed_free_init,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        deallocate_pipeline_outputs=False,
+        batch_p2p_comm=on_gpu,
+    )
+    if trainer.recompute:
+        arguments |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if shape.experts:
+        arguments |= dict(
+            num_moe_experts=shape.experts,
+            moe_layer_freq=[int(x) for x in shape.moe_layers],
+            moe_ffn_hidden_size=shape.expert_intermediate,
+            moe_router_topk=shape.top_k,
+            moe_router_pre_softmax=not shape.norm_topk_prob,
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_router_dtype="fp32",
+            moe_token_dispatcher_type="alltoall",
+            moe_grouped_gemm=False,
+            moe_permute_fusion=False,
+            moe_router_fusion=False,
+        )
+    return arguments
