@@ -121,7 +121,8 @@ class Session:
         broker = self._broker = self._connect()
         broker.initialise(config)
         if self._plan.resumed:
-            broker.set_status("starting")
+            broker.set_status("starting")  # it may say finished or stopped, which would end the workers
+            broker.set_max_lag(config.lag.max)
         for name in self._roles:
             if name != "redis":
                 self._start(name)

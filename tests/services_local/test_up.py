@@ -1,0 +1,218 @@
+"""`lagrange up` as a real process with a real Redis and stand-ins for everything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+UP = Path(__file__).with_name("fake_up.py")
+
+
+class Run:
+    """One `up`: its process, the folder of its run, and what it printed."""
+
+    def __init__(self, place: Path, *arguments: str, **fields: object) -> None:
+        self.place = place
+        tree = {
+            "run": {"id": "r", "steps": 5, "directory": str(place / "runs")},
+            "lag": {"max": 1},
+            "model": {"tiny": {}},
+            "task": {"name": "max-digit"},
+            "rollout": {"max_new_tokens": 2, "workers": 2},
+            "engine": {"python": sys.executable},
+            "trainer": {"optimizer": {"learning_rate": 1e-3}},
+            **fields,
+        }
+        self.config = place / "config.yaml"
+        self.config.write_text(yaml.safe_dump(tree))
+        self.start(str(self.config), *arguments)
+
+    def start(self, *arguments: str) -> None:
+        self.out = self.place / "out.txt"
+        with self.out.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, str(UP), *arguments],
+                stdout=out,
+                stderr=out,
+                cwd=self.place,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+
+    @property
+    def folder(self) -> Path:
+        return self.place / "runs" / "r"
+
+    @property
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def pids(self, role: str = "") -> list[int]:
+        try:
+            lines = (self.folder / "pids").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [int(line.split()[1]) for line in lines if line.startswith(role)]
+
+    def redis_pids(self) -> list[int]:
+        """Processes whose working directory lies in the run's folder, or that name it in their command."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    command = (entry / "cmdline").read_bytes().decode("utf-8", "replace")
+                    where = str((entry / "cwd").readlink())
+                except OSError:
+                    continue
+                if str(self.folder) in command or where.startswith(str(self.folder)):
+                    found.append(int(entry.name))
+        return found
+
+    def finish(self) -> int:
+        (self.folder / "go").touch()
+        return self.process.wait(timeout=30)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], object], run: Run, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, run.text
+        time.sleep(0.02)
+
+
+def everything_started(run: Run) -> bool:
+    return all(run.pids(role) for role in ("engine-0", "weight-sync", "monitor", "trainer", "worker-0", "worker-1"))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(*arguments: str, **fields: object) -> Run:
+        runs.append(Run(tmp_path, *arguments, **fields))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+        until(lambda run=run: not [p for p in run.redis_pids() if alive(p)], run)
+
+
+def test_a_finished_trainer_ends_the_run_with_a_report_and_a_ledger(launch: Callable[..., Run]) -> None:
+    run = launch("trainer=finish")
+    until(lambda: everything_started(run), run)
+    assert run.finish() == 0, run.text
+    assert json.loads((run.folder / "ledger.json").read_text())["status"] == "finished"
+    assert "<svg" in (run.folder / "report.html").read_text()
+    assert "Finished" in run.text
+    assert not [pid for pid in (*run.pids(), *run.redis_pids()) if alive(pid)]
+
+
+def test_ctrl_c_ends_every_process_within_ten_seconds_even_a_stubborn_one(launch: Callable[..., Run]) -> None:
+    run = launch("worker-0=stubborn", "monitor=stubborn")
+    until(lambda: everything_started(run), run)
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(timeout=20) == 130, run.text
+    assert time.monotonic() - began < 10
+    assert not [pid for pid in (*run.pids(), *run.redis_pids()) if alive(pid)]
+    assert f"--resume {run.folder}" in run.text
+
+
+def test_a_stopped_run_goes_on_in_its_folder(launch: Callable[..., Run]) -> None:
+    run = launch("trainer=finish")
+    until(lambda: everything_started(run), run)
+    model = (run.folder / "model" / "model.safetensors").read_bytes()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(timeout=20) == 130, run.text
+    before = len(run.pids("trainer"))
+    run.start(f"--resume={run.folder}", "trainer=finish")
+    until(lambda: len(run.pids("trainer")) > before, run)
+    assert run.finish() == 0, run.text
+    assert (run.folder / "model" / "model.safetensors").read_bytes() == model
+
+
+def test_killing_up_leaves_no_orphan_not_even_a_grandchild(launch: Callable[..., Run]) -> None:
+    run = launch("engine-0=child", "worker-1=stubborn")
+    until(lambda: everything_started(run) and run.pids("grandchild"), run)
+    left = [*run.pids(), *run.redis_pids()]
+    assert all(alive(pid) for pid in left)
+    run.process.kill()
+    run.process.wait()
+    until(lambda: not [pid for pid in left if alive(pid)], run, seconds=5)
+
+
+def test_a_killed_worker_is_started_again_and_the_run_says_so(launch: Callable[..., Run]) -> None:
+    run = launch("trainer=finish")
+    until(lambda: everything_started(run), run)
+    os.kill(run.pids("worker-1")[0], signal.SIGKILL)
+    until(lambda: len(run.pids("worker-1")) == 2, run)
+    assert run.finish() == 0, run.text
+    assert "worker-1 ended (signal 9) and is started again" in run.text
+
+
+def test_a_worker_that_keeps_dying_ends_the_run(launch: Callable[..., Run]) -> None:
+    run = launch("worker-0=crash")
+    assert run.process.wait(timeout=30) == 1
+    assert len(run.pids("worker-0")) == 3
+    assert "worker-0 ended 3 times" in run.text
+    assert not [pid for pid in (*run.pids(), *run.redis_pids()) if alive(pid)]
+
+
+def test_a_fatal_error_of_the_trainer_ends_the_run_with_its_message(launch: Callable[..., Run]) -> None:
+    run = launch("trainer=fatal")
+    assert run.process.wait(timeout=30) == 3
+    assert "the loss is not finite" in run.text
+    assert len(run.pids("trainer")) == 1
+
+
+def test_an_engine_that_does_not_start_ends_the_run_at_once(launch: Callable[..., Run]) -> None:
+    run = launch("engine-0=crash")
+    assert run.process.wait(timeout=30) == 1
+    assert "engine-0 did not start" in run.text
+    assert len(run.pids("engine-0")) == 1
+
+
+def test_a_second_up_on_the_same_run_is_refused(launch: Callable[..., Run]) -> None:
+    run = launch()
+    until(lambda: everything_started(run), run)
+    second = subprocess.run(
+        [sys.executable, str(UP), f"--resume={run.folder}"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert second.returncode == 2
+    assert f"another `lagrange up` runs here (process {run.process.pid})" in second.stderr
+    assert run.process.poll() is None
+
+
+def test_a_port_in_use_is_named_before_anything_starts(launch: Callable[..., Run]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = launch(monitor={"port": port})
+        assert run.process.wait(timeout=30) == 2
+    assert f"monitor.port: port {port} on 127.0.0.1 is in use" in run.text
+    assert not run.folder.exists()
