@@ -15,7 +15,7 @@ class BrokerUnavailable(BrokerError):
 
 
 class NotInitialised(BrokerError):
-    """The run's policy is not in Redis: never written, or the server lost its data (flushed, replaced by an empty one)."""
+    """The run's policy is not in Redis: never written, or the server lost its data (flushed, or replaced)."""
 
 
 class SchemaMismatch(BrokerError):

@@ -1,7 +1,7 @@
 """Names of all keys of a run in Redis.
 
-Invariant: every key of a run starts with `lagrange:{run}:`; the braces make the run id the hash tag, so a run lives in one
-slot of a cluster and its transitions can be scripts.
+Invariant: every key of a run starts with `lagrange:{run}:`; the braces make the run id the hash tag, so a run lives
+in one slot of a cluster and its transitions can be scripts.
 """
 
 from __future__ import annotations

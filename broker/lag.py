@@ -25,8 +25,8 @@ def why_not_admit(
 ) -> str | None:
     """Rule A. None if a group may be started; else which limit holds: "bound", "deadline" or "end".
 
-    n < (max_lag + 1) B bounds the work in flight; v + floor(n / B) - e <= max_lag says that even if everything in flight
-    is trained first, this group is trained in time; n < steps_left B starts nothing that no step will need.
+    n < (max_lag + 1) B bounds the work in flight; v + floor(n / B) - e <= max_lag says that even if everything in
+    flight is trained first, this group is trained in time; n < steps_left B starts nothing that no step will need.
     """
     if in_flight >= (max_lag + 1) * groups_per_step:
         return "bound"
@@ -62,8 +62,10 @@ def straggler_deadline(
 
 
 def slack(deadlines: Iterable[int], version: int, groups_per_step: int) -> int:
-    """Smallest (D - v + 1) B - N(D) over all D >= v, N(D) = groups in flight with deadline <= D (lemma 2: never negative
-    while nothing but admissions and steps happened; without groups it is B)."""
+    """Smallest (D - v + 1) B - N(D) over all D >= v, N(D) = groups in flight with deadline <= D; B without groups.
+
+    Lemma 2: never negative while nothing but admissions and steps happened.
+    """
     due = sorted(deadlines)
     least = groups_per_step
     for count, at in enumerate(due, start=1):

@@ -1,8 +1,8 @@
 """The queue: every transition of a group, from admission to a durable step, and the registry of versions and engines.
 
-Invariant: each method is one atomic script (broker/lua), so the ledger closes between any two of them; the lag bound is
-checked at `admit`, `submit` and `pull`; trainer methods carry the epoch that `attach_trainer` gave and raise Fenced once a
-newer one exists. Nothing here decides anything: the rules are in the scripts and, as pure functions, in broker/lag.py.
+Invariant: each method is one atomic script (broker/lua), so the ledger closes between any two of them; the lag bound
+is checked at `admit`, `submit` and `pull`; trainer methods carry the epoch that `attach_trainer` gave and raise Fenced
+once a newer one exists. Nothing is decided here: the rules are in the scripts and, as pure functions, in broker/lag.py.
 Synchronous and thread-safe; async callers use asyncio.to_thread. Any method may raise BrokerUnavailable.
 """
 
@@ -85,8 +85,8 @@ class Broker:
         answer = self._connection.call("initialise", [self._keys.policy], [SCHEMA, self.run_id, *flat])
         if answer[0] == "schema":
             raise SchemaMismatch(
-                f"Redis holds run {answer[2]!r} with schema {answer[1]} under the keys of {self.run_id!r} (schema {SCHEMA}). "
-                "Use another run id, or the release that wrote it."
+                f"Redis holds run {answer[2]!r} with schema {answer[1]} under the keys of {self.run_id!r} "
+                f"(schema {SCHEMA}). Use another run id, or the release that wrote it."
             )
 
     def set_status(self, status: Literal["starting", "running", "draining", "finished", "stopped"]) -> None:
@@ -173,8 +173,8 @@ class Broker:
     ) -> TrainerState:
         """Take the run over from a checkpoint, fencing every older trainer.
 
-        checkpoint_step, checkpoint_version: 0 and -1 without a checkpoint. consumed: ids of groups trained up to it whose
-        commit may not have been recorded. cursor: the checkpoint's; it restores the prompts if Redis lost them.
+        checkpoint_step, checkpoint_version: 0 and -1 without a checkpoint. consumed: ids of groups trained up to it
+        whose commit may not have been recorded. cursor: the checkpoint's; it restores the prompts if Redis lost them.
         """
         opened = cursor.open if cursor else ()
         answer = self._call(
@@ -237,7 +237,7 @@ class Broker:
         return int(self._trainer("name_version", epoch)[1])
 
     def publish(self, epoch: int, record: VersionRecord) -> None:
-        """Announce a version whose weights are complete in the store. Versions may only grow, up to the newest named."""
+        """Announce a version whose weights are complete in the store; versions only grow, up to the newest named."""
         self._trainer("publish", epoch, record.version, view.version_json(record), asked=record.version)
 
     def renew_trainer(self, epoch: int) -> None:
@@ -316,8 +316,8 @@ class Broker:
         answer = self._connection.call(name, keys, arguments)
         if answer and answer[0] == "uninitialised":
             raise NotInitialised(
-                f"run {self.run_id!r} is not in Redis at {self._connection.url}. If the server lost its data, attach the trainer "
-                "again from its checkpoint; else check run.id."
+                f"run {self.run_id!r} is not in Redis at {self._connection.url}. If the server lost its data, restart "
+                "the trainer from its checkpoint; else check run.id."
             )
         return answer
 

@@ -1,7 +1,8 @@
 """Loads the Lua transitions of broker/lua.
 
-Invariant: the text of a script is fixed at import of the package's files: common.lua, then fence.lua for transitions of the
-trainer, then the transition. Scripts may run at the memory limit (they free memory or write a few bytes), `admit` may not.
+Invariant: the text of a script is fixed at import of the package's files: common.lua, then fence.lua for transitions of
+the trainer, then the transition. Scripts may run at the memory limit (they free memory or write a few bytes), `admit`
+may not.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The wire format of a group.
 
-Invariant: `decode(encode(group), run)` equals the group bit for bit, without copying an array, and any flipped or missing
-byte, other schema or other run is an error that says which. Never pickle.
+Invariant: `decode(encode(group), run)` equals the group bit for bit, without copying an array, and any flipped or
+missing byte, other schema or other run is an error that says which. Never pickle.
 
 Layout, little-endian: magic "LGRG" | schema u16 | codec u8 | 0 u8 | header bytes u32 | body bytes u64 (as stored) |
 xxh3-64 u64 of all other bytes | header (msgpack) | padding to 16 | body. The header holds all names and
-numbers, and (offset, length) of each array in the body; arrays start at multiples of 16. Codecs: 0 raw; 1 zstd of the body,
-if the package `zstandard` is installed.
+numbers, and (offset, length) of each array in the body; arrays start at multiples of 16. Codecs: 0 raw; 1 zstd of
+the body, if the package `zstandard` is installed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def encode(group: Group, codec: Codec = "raw") -> bytes:
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         info = ArrayInfo(f"{little.dtype.kind}{little.dtype.itemsize}", little.shape, at)
         if little.nbytes:
-            parts.append(memoryview(little).cast("B"))
+            parts.append(little.data.cast("B"))
         padding = -little.nbytes % _ALIGN
         parts.append(bytes(padding))
         at += little.nbytes + padding

@@ -29,7 +29,7 @@ for index = 1, #undone + #leased do
   local id = undone[index] or leased[index - #undone]
   local rec = group(id)
   if rec.state == 'trained' or rec.state == 'filtered' then
-    redis.call('HINCRBY', k('ledger'), 'wait_ms', '-' .. rec.wait)
+    redis.call('HINCRBY', k('ledger'), 'wait_ms', minus(rec.wait))
     redis.call('HINCRBY', k('ledger'), 'waits', -1)
     count('groups_rolled_back')
   end

@@ -13,7 +13,9 @@
 --   engines, versions, workers (hashes of JSON), workers_seen (zset), counters (hash)
 local P = string.sub(KEYS[1], 1, -7)
 local function k(name) return P .. name end
-local function int(x) return string.format('%.0f', x) end
+-- Numbers above 1e14 keep all digits; a negative zero, which Redis refuses, becomes 0.
+local function int(x) return x == 0 and '0' or string.format('%.0f', x) end
+local function minus(text) return int(-tonumber(text)) end
 local function hash(key)
   local list, out = redis.call('HGETALL', key), {}
   for i = 1, #list, 2 do out[list[i]] = list[i + 1] end
@@ -68,7 +70,7 @@ local function leave(id, rec)
   if state == 'ready' then
     redis.call('ZREM', k('ready'), id)
     redis.call('ZREM', k('waiting'), id)
-    redis.call('HINCRBY', k('ledger'), 'ready_ms', '-' .. rec.submitted)
+    redis.call('HINCRBY', k('ledger'), 'ready_ms', minus(rec.submitted))
     histogram('ready_hist', rec.oldest, -1, -tokens)
   elseif state == 'leased' then
     redis.call('ZREM', k('leased'), id)
@@ -98,7 +100,7 @@ end
 local function free_payload(id, rec)
   if field(rec, 'bytes') > 0 then
     redis.call('UNLINK', k('payload:' .. id))
-    redis.call('HINCRBY', k('ledger'), 'bytes', '-' .. rec.bytes)
+    redis.call('HINCRBY', k('ledger'), 'bytes', minus(rec.bytes))
     redis.call('ZREM', k('retained'), id)
     redis.call('HSET', k('group:' .. id), 'bytes', '0')
     rec.bytes = '0'

