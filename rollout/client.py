@@ -40,7 +40,15 @@ class EngineError(Exception):
 
 
 class EngineUnreachable(EngineError):
-    """No connection, or it broke."""
+    """No connection could be made, so the request did nothing."""
+
+
+class EngineDropped(EngineError):
+    """The connection broke before the answer was complete."""
+
+
+class KeyRefused(EngineError):
+    """The engine does not accept our API key; every request would be refused."""
 
 
 class EngineTimeout(EngineError):
@@ -171,7 +179,7 @@ class EngineClient:
             )
         if len(prompt_ids) + sampling.max_new_tokens > c.context:
             raise RequestRefused(
-                f"prompt of {len(prompt_ids)} and max_new_tokens = {sampling.max_new_tokens} exceed {c.context} tokens of context"
+                f"{len(prompt_ids)} prompt and {sampling.max_new_tokens} new tokens exceed the context of {c.context}"
             )
         if not 0 <= routes_start < len(prompt_ids):
             raise RequestRefused(f"routes_start {routes_start} is not a position of a prompt of {len(prompt_ids)}")
@@ -186,12 +194,18 @@ class EngineClient:
         try:
             async with asyncio.timeout(self._timeout_s):  # httpx's limits are for each read, this is for all of it
                 response = await self._http.request(method, path, json=body)
+        except httpx.ConnectTimeout as error:
+            raise EngineUnreachable(f"{self.url}{path}: no connection") from error
         except (httpx.TimeoutException, TimeoutError) as error:
             raise EngineTimeout(f"{self.url}{path}: no answer within {self._timeout_s:g} s") from error
+        except httpx.ConnectError as error:
+            raise EngineUnreachable(f"{self.url}{path}: {error}") from error
         except httpx.HTTPError as error:
-            raise EngineUnreachable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise EngineDropped(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         if response.status_code == 429 or response.status_code >= 500:
             raise EngineBusy(f"{self.url}{path}: {response.status_code} {response.text[:200]}")
+        if response.status_code in (401, 403):
+            raise KeyRefused(f"{self.url} refuses the API key. Set LAGRANGE_ENGINE_API_KEY to the engine's.")
         if response.status_code != 200:
             raise RequestRefused(f"{self.url}{path}: {response.status_code} {response.text[:200]}")
         try:

@@ -3,10 +3,11 @@
 Invariant: what was sampled stays as it was: its tokens, log-probs, versions and routes are those of the forward passes
 that made them, and the joined sample is as complete as one that was never interrupted. Pure.
 
-A partial response of `a` tokens after a prompt of `p` has routes of positions 0 .. p + a - 2: its last token was sampled
-but not yet fed. The continuation is asked for as a prompt of p + a tokens with routes from position p + a - 1, which is the
-forward pass that produces its first token. Its engine recomputes the earlier positions under its own weights; those
-routes are not asked for, because they did not make the partial's log-probs. So the rows add up to p + a + b - 1.
+A partial response of `a` tokens after a prompt of `p` has routes of positions 0 .. p + a - 2: its last token was
+sampled but not yet fed. The continuation is asked for as a prompt of p + a tokens with routes from position p + a - 1,
+which is the forward pass that produces its first token. Its engine recomputes the earlier positions under its own
+weights; those routes are not asked for, because they did not make the partial's log-probs. So the rows add up to
+p + a + b - 1.
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""Which engine gets the next request.
+
+Invariant: only an engine that is routable (serving under a confirmed version) and new enough is chosen, and one that
+could not be reached is left alone for SUSPECT_S. `choose` is pure; `EnginePool` keeps one client for each engine of the
+registry and looks at the registry at most every REFRESH_S seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from broker.types import EngineRecord
+from rollout.client import EngineClient, EngineError
+from rollout.ports import RolloutBroker
+from rollout.threads import in_thread
+
+REFRESH_S = 0.1
+LOADS_EVERY_S = 1.0
+SUSPECT_S = 1.0
+
+
+def choose(
+    engines: Iterable[EngineRecord], load: Mapping[str, float], *, at_least: int = 0, prefer: str | None = None
+) -> EngineRecord | None:
+    """The routable engine of version >= at_least with the smallest load; None if there is none.
+
+    load: samples running on an engine, by id; unknown counts as 0. prefer: id of an engine that is taken if it fits.
+    Ties go to the newer version, then to the smaller id.
+    """
+    fit = [record for record in engines if record.routable and record.version >= at_least]
+    for record in fit:
+        if record.engine_id == prefer:
+            return record
+    return min(fit, key=lambda r: (load.get(r.engine_id, 0.0), -r.version, r.engine_id), default=None)
+
+
+class EnginePool:
+    """The engines of a run as one worker sees them."""
+
+    def __init__(self, broker: RolloutBroker, connect: Callable[[str], EngineClient], timeout_s: float) -> None:
+        """connect: base URL -> client. timeout_s: longest wait for the registry, in seconds."""
+        self._broker, self._connect, self._timeout_s = broker, connect, timeout_s
+        self._records: tuple[EngineRecord, ...] = ()
+        self._clients: dict[str, EngineClient] = {}
+        self._own: Counter[str] = Counter()
+        self._elsewhere: dict[str, float] = {}
+        self._suspect_until: dict[str, float] = {}
+        self._seen = self._asked = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def pick(self, *, at_least: int = 0, prefer: str | None = None) -> EngineRecord | None:
+        """See `choose`. Raises what the broker raises, TimeoutError too."""
+        async with self._lock:
+            if time.monotonic() - self._seen >= REFRESH_S:
+                self._records = await in_thread(self._broker.engines, self._timeout_s)
+                self._seen = time.monotonic()
+            if time.monotonic() - self._asked >= LOADS_EVERY_S and sum(r.routable for r in self._records) > 1:
+                await self._ask_for_loads()
+        load = {r.engine_id: self._own[r.engine_id] + self._elsewhere.get(r.engine_id, 0.0) for r in self._records}
+        now = time.monotonic()
+        trusted = [r for r in self._records if self._suspect_until.get(r.engine_id, 0.0) <= now]
+        return choose(trusted, load, at_least=at_least, prefer=prefer)
+
+    def client(self, record: EngineRecord) -> EngineClient:
+        """The client of an engine."""
+        if record.url not in self._clients:
+            self._clients[record.url] = self._connect(record.url)
+        return self._clients[record.url]
+
+    def started(self, engine_id: str, samples: int) -> None:
+        """So many samples of this worker run on the engine from now on; negative when they end."""
+        self._own[engine_id] += samples
+
+    def suspect(self, engine_id: str) -> None:
+        """The engine could not be reached: leave it alone for SUSPECT_S seconds."""
+        self._suspect_until[engine_id] = time.monotonic() + SUSPECT_S
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            await client.close()
+
+    async def _ask_for_loads(self) -> None:
+        """What other workers run on each engine: what the engine says less what we run there."""
+        routable = [record for record in self._records if record.routable]
+        answers = await asyncio.gather(*(self._running(record) for record in routable))
+        self._elsewhere = {
+            r.engine_id: max(total - self._own[r.engine_id], 0.0) for r, total in zip(routable, answers, strict=True)
+        }
+        self._asked = time.monotonic()
+
+    async def _running(self, record: EngineRecord) -> float:
+        try:
+            async with asyncio.timeout(2.0):
+                return float(await self.client(record).running())
+        except (EngineError, TimeoutError):
+            return 1e9  # it does not answer: last choice

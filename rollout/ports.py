@@ -1,0 +1,50 @@
+"""What rollouts need of the broker, so that they can be tested without one.
+
+Invariant: `broker.queue.Broker` fits both protocols. Its calls block for at most redis.timeout_s and raise
+`BrokerUnavailable` when Redis does not answer; what was asked may then have happened or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from broker.types import EngineRecord, EngineState, Group, Refused, Ticket
+
+
+class RolloutBroker(Protocol):
+    """The broker as a rollout worker sees it."""
+
+    def admit(self, worker: str, engine_id: str) -> Ticket | Refused:
+        """Leave to generate one group on an engine."""
+
+    def submit(self, group: Group, *, stats: Mapping[str, float] = ...) -> object:
+        """Hand in a group; a Refused says why it did not enter the queue."""
+
+    def fail(self, group_id: int, worker: str, reason: str, tokens: int = 0, final: bool = False) -> bool:
+        """Give a group up; its prompt is issued again unless final."""
+
+    def renew(self, worker: str, group_ids: Sequence[int]) -> tuple[int, ...]:
+        """Prolong leases; the ids that are still this worker's."""
+
+    def release(self, group_id: int, worker: str) -> bool:
+        """Hand a ticket back unused; its prompt is issued again and no try is counted."""
+
+    def heartbeat_worker(self, worker: str, stats: Mapping[str, float | int | str]) -> None:
+        """Say that the worker lives, and what it counted so far."""
+
+    def engines(self) -> tuple[EngineRecord, ...]:
+        """All registered engines."""
+
+
+class EngineRegistry(Protocol):
+    """The broker as an engine's supervisor sees it."""
+
+    def register_engine(self, record: EngineRecord) -> None:
+        """Enter an engine, or replace what was known of one with the same id."""
+
+    def update_engine(self, record: EngineRecord, expected_state: EngineState | None = None) -> bool:
+        """Change an engine's record if it is still in the expected state."""
+
+    def engines(self) -> tuple[EngineRecord, ...]:
+        """All registered engines."""

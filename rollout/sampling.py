@@ -1,0 +1,209 @@
+"""Draws the samples of one group, through failures, aborts and changes of weights.
+
+Invariant: every sample that comes out is complete and each of its tokens is of a version that is an integer, no older
+than the engine's at admission; whatever was thrown away is counted. The fresh samples of a group are one request with n
+(4 to 6 times faster than n requests on a CPU); each sample has its own tries. An aborted sample goes on where it was.
+An engine that cannot be reached costs no try: it is restarted, or another takes over, within the caller's patience.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from broker.errors import BrokerError
+from broker.types import EngineRecord
+from rollout.client import (
+    EngineClient,
+    EngineError,
+    EngineUnreachable,
+    InvalidAnswer,
+    KeyRefused,
+    RequestRefused,
+    Sample,
+    Sampling,
+)
+from rollout.continuation import is_complete, join, next_request
+from rollout.counters import Counters
+from rollout.engines import EnginePool
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+
+
+class NoEngine(Exception):
+    """For too long there was no engine that may serve this group."""
+
+
+class Unanswerable(Exception):
+    """No engine can take this request: another try would fail in the same way."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One sample in the making. partial: what aborted requests left; failures: tries that gave nothing."""
+
+    partial: Sample | None = None
+    failures: int = 0
+    done: Sample | None = None
+
+
+@dataclass(slots=True)
+class Draw:
+    """A group in the making. at_least: oldest version that counts. tokens_lost: sampled and thrown away."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    tries: int
+    at_least: int
+    counters: Counters
+    slots: list[Slot] = field(default_factory=list)
+    tokens_lost: int = 0
+    last_error: str = ""
+
+    @property
+    def open(self) -> list[Slot]:
+        """Slots that are neither complete nor given up."""
+        return [slot for slot in self.slots if slot.done is None and slot.failures < self.tries]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """What is complete."""
+        return [slot.done for slot in self.slots if slot.done is not None]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled for this group so far, with those thrown away."""
+        kept = [slot.done or slot.partial for slot in self.slots]
+        return self.tokens_lost + sum(len(sample.token_ids) for sample in kept if sample is not None)
+
+    @property
+    def oldest_allowed(self) -> int:
+        """Version that an engine must have at least to go on with every open sample."""
+        begun = [slot.partial.versions[-1].version for slot in self.open if slot.partial and slot.partial.versions]
+        return max([self.at_least, *begun])
+
+
+async def draw_group(draw: Draw, samples: int, pool: EnginePool, engine_id: str, patience_s: float) -> None:
+    """Fill `draw` with up to `samples` complete samples; fewer if some ran out of tries.
+
+    engine_id: engine of the admission, taken while it fits. patience_s: longest wait for an engine, in seconds.
+    Raises NoEngine and Unanswerable.
+    """
+    draw.slots = [Slot() for _ in range(samples)]
+    pause = FIRST_PAUSE_S
+    reached = time.monotonic()
+    while draw.open:
+        engine = await _wait_for_engine(draw, pool, engine_id, reached + patience_s)
+        failures = sum(slot.failures for slot in draw.slots)
+        if not await _round(draw, pool, engine):
+            continue
+        reached = time.monotonic()
+        if sum(slot.failures for slot in draw.slots) == failures:
+            pause = FIRST_PAUSE_S
+            continue
+        if draw.open:
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+async def _wait_for_engine(draw: Draw, pool: EnginePool, engine_id: str, until: float) -> EngineRecord:
+    while True:
+        engine = None
+        try:
+            engine = await pool.pick(at_least=draw.oldest_allowed, prefer=engine_id)
+        except (BrokerError, TimeoutError) as error:  # without the registry no engine counts as confirmed
+            draw.last_error = str(error)
+        if engine is not None:
+            return engine
+        if time.monotonic() > until:
+            reason = draw.last_error or "none is routable"
+            raise NoEngine(f"no engine answers at version {draw.oldest_allowed} or newer: {reason}")
+        await asyncio.sleep(0.1)
+        draw.counters.add("engine_wait_seconds", 0.1)
+
+
+async def _round(draw: Draw, pool: EnginePool, engine: EngineRecord) -> bool:
+    """One request for all fresh slots and one for each that goes on; False if the engine is out of reach."""
+    client = pool.client(engine)
+    fresh = [slot for slot in draw.open if slot.partial is None]
+    begun = [slot for slot in draw.open if slot.partial is not None]
+    batches = ([fresh] if fresh else []) + [[slot] for slot in begun]
+    pool.started(engine.engine_id, len(fresh) + len(begun))
+    try:
+        async with asyncio.TaskGroup() as group:
+            requests = [group.create_task(_request(draw, client, batch)) for batch in batches]
+    except* Unanswerable as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        pool.started(engine.engine_id, -len(fresh) - len(begun))
+    if any(request.result() for request in requests):
+        return True
+    pool.suspect(engine.engine_id)
+    return False
+
+
+async def _request(draw: Draw, client: EngineClient, batch: Sequence[Slot]) -> bool:
+    """Send one request and put its answers where they belong; False if the engine could not be reached."""
+    ask = next_request(draw.prompt_ids, batch[0].partial, draw.sampling)
+    began = time.monotonic()
+    try:
+        answers = await client.generate(ask.prompt_ids, len(batch), ask.sampling, routes_start=ask.routes_start)
+    except RequestRefused as error:
+        raise Unanswerable(str(error)) from error
+    except (EngineUnreachable, KeyRefused) as error:
+        draw.last_error = str(error)
+        draw.counters.add("engine_unreachable")
+        return False
+    except EngineError as error:
+        for slot in batch:
+            _failed(draw, slot, error)
+        return True
+    finally:
+        draw.counters.add("generation_seconds", time.monotonic() - began)
+    for slot, answer in zip(batch, answers, strict=True):
+        _settle(draw, slot, answer)
+    return True
+
+
+def _settle(draw: Draw, slot: Slot, answer: Sample | InvalidAnswer) -> None:
+    """Put one answer where it belongs: complete, to be continued, or a failure."""
+    if isinstance(answer, InvalidAnswer):
+        _failed(draw, slot, answer)
+        return
+    draw.counters.add("generated_tokens", len(answer.token_ids))
+    draw.counters.add("prompt_tokens", len(draw.prompt_ids))
+    draw.counters.add("cached_prompt_tokens", answer.cached_tokens)
+    try:
+        if answer.versions and answer.versions[0].version < draw.at_least:
+            raise InvalidAnswer(f"sampled by version {answer.versions[0].version}, admitted at {draw.at_least}")
+        sample = join(slot.partial, answer, len(draw.prompt_ids))
+    except InvalidAnswer as error:
+        _lose(draw, len(answer.token_ids))
+        _failed(draw, slot, error)
+        return
+    if is_complete(sample, draw.sampling):
+        slot.done, slot.partial = sample, None
+        return
+    draw.counters.add("aborted_samples")
+    if not len(answer.token_ids):  # an abort without progress is a try, or constant aborts would never end
+        slot.failures += 1
+        draw.last_error = "aborted before its first token"
+    if len(sample.token_ids):
+        slot.partial = sample
+
+
+def _failed(draw: Draw, slot: Slot, error: EngineError) -> None:
+    slot.failures += 1
+    draw.last_error = f"{type(error).__name__}: {error}"
+    draw.counters.add("generation_retries" if slot.failures < draw.tries else "samples_given_up")
+    if slot.failures >= draw.tries and slot.partial is not None:
+        _lose(draw, len(slot.partial.token_ids))
+        slot.partial = None
+
+
+def _lose(draw: Draw, tokens: int) -> None:
+    draw.tokens_lost += tokens
+    draw.counters.add("discarded_tokens", tokens)

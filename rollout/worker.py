@@ -1,0 +1,365 @@
+"""`lagrange rollout`: admission -> prompt -> samples -> reward -> one atomic submission, many groups at a time.
+
+Invariant: each ticket that this worker holds ends in exactly one of submit, fail and release, or its lease expires and
+the broker issues the prompt again. No failure of an engine, a reward, a prompt or Redis ends the worker: it ends when
+the run is finished, or when it is told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from broker.errors import BrokerError
+from broker.logs import configure_logs
+from broker.types import EngineRecord, Group, InvalidTrajectory, Refused, Ticket, check_group
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
+from rollout.checkpoint import Checkpoint, read_checkpoint
+from rollout.client import EngineClient, Sampling
+from rollout.codec import Codec, FileCodec
+from rollout.connect import connect_broker
+from rollout.counters import Counters
+from rollout.engines import EnginePool
+from rollout.ports import RolloutBroker
+from rollout.rewards import rewarded
+from rollout.sampling import Draw, NoEngine, Unanswerable, draw_group
+from rollout.tasks import Prompt, Task, make_task
+from rollout.threads import in_thread
+
+LOG = structlog.get_logger()
+T = TypeVar("T")
+FIRST_WAIT_S = {"bound": 0.01, "engine": 0.1}  # after a refusal, by reason; 0.25 for any other
+LONGEST_WAIT_S = {"bound": 0.1, "engine": 0.5}  # the wait grows up to this; 2.0 for any other
+RELEASE_S = 3.0  # SIGTERM ends the worker within 5 s; so long it may take to hand its tickets back
+UNAVAILABLE = (BrokerError, TimeoutError)
+
+
+@dataclass(slots=True)
+class Held:
+    """A ticket in work, and the task that works on it."""
+
+    ticket: Ticket
+    task: asyncio.Task[None]
+
+
+class BadPrompt(Exception):
+    """A prompt that cannot be made or sent; trying again would not help."""
+
+
+class Worker:
+    """One rollout worker; `run` is its whole life."""
+
+    def __init__(
+        self,
+        name: str,
+        config: RunConfig,
+        *,
+        broker: RolloutBroker,
+        task: Task,
+        codec: Codec,
+        checkpoint: Checkpoint,
+        connect: Callable[[str], EngineClient],
+    ) -> None:
+        """name: unique in the run, it holds the leases. connect: base URL -> client of an engine."""
+        self.name, self.config, self.counters = name, config, Counters()
+        self._broker, self._task, self._codec = broker, task, codec
+        self._broker_s = 3 * config.redis.timeout_s
+        self._sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, checkpoint.stop_ids)
+        self._pool = EnginePool(broker, connect, self._broker_s)
+        self._held: dict[int, Held] = {}
+        self._free = asyncio.Semaphore(config.rollout.concurrent_groups)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until the run is finished or `stop` is set, then hand back what is still held."""
+        heart = asyncio.create_task(self._beat_forever())
+        work = asyncio.create_task(self._work())
+        told = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({work, told, heart}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()  # a fault of ours ends the worker, loudly
+            if heart.done():
+                heart.result()
+        finally:
+            work.cancel()
+            told.cancel()
+            heart.cancel()
+            await self._hand_back()
+            await self._pool.close()
+
+    # --- admission
+
+    async def _work(self) -> None:
+        """Take tickets until the run is finished, and see the last groups through."""
+        while (admitted := await self._admission()) is not None:
+            ticket, engine = admitted
+            task = asyncio.create_task(self._group(ticket, engine, time.monotonic()))
+            self._held[ticket.group_id] = Held(ticket, task)
+            task.add_done_callback(partial(self._done, ticket.group_id))
+        if self._held:
+            await asyncio.wait([held.task for held in self._held.values()])
+
+    def _done(self, group_id: int, task: asyncio.Task[None]) -> None:
+        self._held.pop(
+            group_id, None
+        )  # no longer renewed: after a fault the lease expires and the prompt is issued again
+        self._free.release()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.counters.add("worker_faults")
+            LOG.error("a group ended by a fault of the worker", group=group_id, exc_info=error)
+
+    async def _admission(self) -> tuple[Ticket, EngineRecord] | None:
+        """Wait for a free place, an engine and the broker's leave; None when the run is finished."""
+        await self._free.acquire()
+        newest_refused, last_reason, wait = -1, "", 0.0
+        while True:
+            reason, detail, engine = "engine", "no engine is routable", None
+            try:
+                engine = await self._pool.pick(at_least=newest_refused + 1)
+                if engine is not None:
+                    answer = await self._ask(partial(self._broker.admit, self.name, engine.engine_id))
+                    if isinstance(answer, Ticket):
+                        return answer, engine
+                    reason, detail = answer.reason, answer.detail
+            except UNAVAILABLE as error:
+                reason, detail = "unavailable", str(error)
+            if reason == "finished":
+                LOG.info("the run is finished", detail=detail)
+                return None
+            if reason == "bound" and engine is not None:
+                newest_refused = engine.version  # a newer engine may be within the bound: ask for one at once
+                if await self._newer(newest_refused):
+                    continue
+            newest_refused = -1
+            wait = min(1.5 * wait, LONGEST_WAIT_S.get(reason, 2.0)) if reason == last_reason else 0.0
+            wait = wait or FIRST_WAIT_S.get(reason, 0.25)
+            if reason not in (last_reason, "bound"):
+                LOG.info("waiting for admission", reason=reason, detail=detail)
+            last_reason = reason
+            began = time.monotonic()
+            await asyncio.sleep(wait * random.uniform(0.8, 1.0))
+            self.counters.add("admission_wait_seconds", time.monotonic() - began)
+            self.counters.add(f"admission_wait_{reason}_seconds", time.monotonic() - began)
+
+    async def _newer(self, version: int) -> bool:
+        with contextlib.suppress(*UNAVAILABLE):
+            return await self._pool.pick(at_least=version + 1) is not None
+        return False
+
+    # --- one group
+
+    async def _group(self, ticket: Ticket, engine: EngineRecord, began: float) -> None:
+        """From ticket to submit, fail or release."""
+        rollout = self.config.rollout
+        draw: Draw | None = None
+        try:
+            prompt, prompt_ids = self._prompt(ticket.prompt_index)
+            draw = Draw(prompt_ids, self._sampling, rollout.generation_tries, ticket.engine_version, self.counters)
+            patience_s = self.config.lag.straggler_wait_s
+            await draw_group(draw, rollout.samples_per_prompt, self._pool, engine.engine_id, patience_s)
+            trajectories = await rewarded(
+                self._task,
+                prompt,
+                prompt_ids,
+                draw.samples,
+                codec=self._codec,
+                timeout_s=rollout.reward_timeout_s,
+                counters=self.counters,
+            )
+            if len(trajectories) < rollout.min_samples:
+                why = f"{len(trajectories)} of {rollout.samples_per_prompt} samples, {rollout.min_samples} needed"
+                await self._fail(ticket, f"{why}; {draw.last_error or 'no reward'}", draw.tokens)
+                return
+            group = Group(
+                run=self.config.run.id,
+                group_id=ticket.group_id,
+                prompt_index=ticket.prompt_index,
+                attempt=ticket.attempt,
+                task=self._task.name,
+                worker=self.name,
+                engine=engine.engine_id,
+                samples_wanted=rollout.samples_per_prompt,
+                generation_seconds=time.monotonic() - began,
+                trajectories=trajectories,
+            )
+            check_group(group)
+            await self._submit(group)
+        except NoEngine as error:
+            LOG.warning("group handed back", group=ticket.group_id, reason=str(error))
+            await self._again(partial(self._broker.release, ticket.group_id, self.name))
+        except (BadPrompt, Unanswerable) as error:
+            await self._fail(ticket, str(error), draw.tokens if draw else 0, final=True)
+        except InvalidTrajectory as error:
+            await self._fail(ticket, str(error), draw.tokens if draw else 0)
+
+    def _prompt(self, index: int) -> tuple[Prompt, tuple[int, ...]]:
+        try:
+            prompt = self._task.prompt(index)
+            ids = prompt.ids or self._codec.encode(prompt.text)
+        except Exception as error:  # a task's code may fail in any way; it must not take the worker with it
+            raise BadPrompt(f"prompt {index} of {self._task.name}: {type(error).__name__}: {error}") from error
+        return prompt, tuple(ids)
+
+    async def _submit(self, group: Group) -> None:
+        """Hand the group in, again while Redis is away or full; the lease ends the trying, not we."""
+        began, uncertain = time.monotonic(), False
+        wait = 0.05
+        while True:
+            stats = self.counters.take()
+            try:
+                answer = await self._ask(partial(self._broker.submit, group, stats=stats))
+            except UNAVAILABLE as error:
+                self.counters.put_back(stats)
+                answer, uncertain = Refused("unavailable", str(error)), True
+            else:
+                if not isinstance(answer, Refused):
+                    return
+                self.counters.put_back(stats)
+            if answer.reason not in ("memory", "unavailable"):
+                break
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, 1.0)
+            self.counters.add("submit_wait_seconds", time.monotonic() - began)
+            began = time.monotonic()
+        # After a lost answer "closed" most likely means that the first submission had arrived.
+        name = "submissions_uncertain" if uncertain and answer.reason == "closed" else f"submissions_{answer.reason}"
+        self.counters.add(name)
+        LOG.warning("group not accepted", group=group.group_id, reason=answer.reason, detail=answer.detail)
+
+    async def _fail(self, ticket: Ticket, reason: str, tokens: int, *, final: bool = False) -> None:
+        LOG.warning("group failed", group=ticket.group_id, prompt=ticket.prompt_index, reason=reason, final=final)
+        self.counters.add("failed_groups")
+        broken = partial(self._broker.fail, ticket.group_id, self.name, reason[:500], tokens=tokens, final=final)
+        await self._again(broken)
+
+    async def _again(self, call: Callable[[], object]) -> None:
+        """Repeat a call while Redis is away; when the lease is lost the heartbeat cancels this task."""
+        wait = 0.1
+        while True:
+            try:
+                await self._ask(call)
+                return
+            except UNAVAILABLE:
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, 2.0)
+
+    # --- leases
+
+    async def _beat_forever(self) -> None:
+        """Renew leases and say that we live; abandon what is no longer ours."""
+        every = min(self.config.rollout.lease_s / 4, 2.0)
+        while True:
+            ids = tuple(self._held)
+            try:
+                kept = set(await self._ask(partial(self._broker.renew, self.name, ids))) if ids else set()
+                stats = {**self.counters.totals(), "groups_in_work": len(ids)}
+                await self._ask(partial(self._broker.heartbeat_worker, self.name, stats))
+            except UNAVAILABLE as error:
+                LOG.warning("no heartbeat", detail=str(error))
+            else:
+                for group_id in set(ids) - kept:
+                    if (held := self._held.get(group_id)) is not None:
+                        held.task.cancel()
+                        self.counters.add("leases_lost")
+            await asyncio.sleep(every)
+
+    async def _hand_back(self) -> None:
+        """Give back every ticket that is still held, within RELEASE_S."""
+        held = list(self._held.values())
+        for one in held:
+            one.task.cancel()
+        calls = [in_thread(partial(self._broker.release, one.ticket.group_id, self.name), RELEASE_S) for one in held]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        lost = sum(isinstance(result, BaseException) for result in results)
+        if held:
+            LOG.info("tickets handed back", tickets=len(held) - lost, left_to_expire=lost)
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        return await in_thread(call, self._broker_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker is made of, from its configuration and the environment. password: Redis'; key: the engines'."""
+
+    task: Task
+    codec: Codec
+    checkpoint: Checkpoint
+    password: str | None
+    key: str | None
+
+
+def main(config: RunConfig, index: int) -> int:
+    """Entry point of `lagrange rollout`; index: number of this worker, 0, 1, ...
+
+    Returns the exit code: 0 when the run is finished or after SIGTERM or SIGINT, 2 for a configuration that cannot be
+    used. Waits for Redis, for the trainer and for engines as long as it takes.
+    """
+    configure_logs(config.run.id, f"worker-{index}")
+    try:
+        parts = worker_parts(config)
+    except ConfigError as error:
+        LOG.error("cannot start", problem=str(error))
+        return 2
+    return asyncio.run(_serve(config, index, parts))
+
+
+def worker_parts(config: RunConfig) -> Parts:
+    """Read what a worker needs. Raises ConfigError."""
+    if config.redis.url is None:
+        raise ConfigError("redis.url is not set. Set it, or start the run with `lagrange up`.")
+    if config.model.path is None:
+        raise ConfigError("model.path is not set. Set it, or start the run with `lagrange up`, which makes model.tiny.")
+    checkpoint = read_checkpoint(config.model.path)
+    if config.rollout.max_new_tokens >= checkpoint.context:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the model's "
+            f"context of {checkpoint.context}. Lower it."
+        )
+    return Parts(
+        task=make_task(config.task.name, config.run.seed, config.task.parameters),
+        codec=FileCodec(config.model.path),
+        checkpoint=checkpoint,
+        password=read_secret(REDIS_PASSWORD),
+        key=read_secret(ENGINE_API_KEY),
+    )
+
+
+async def _serve(config: RunConfig, index: int, parts: Parts) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    broker = await connect_broker(config, parts.password, stop)
+    if broker is None:
+        return 0
+
+    def connect(url: str) -> EngineClient:
+        return EngineClient(url, parts.checkpoint, api_key=parts.key, timeout_s=config.rollout.generation_timeout_s)
+
+    # Unique: a worker that starts again must not pass for the one that died, nor for one on another machine.
+    worker = Worker(
+        f"worker-{index}@{socket.gethostname()}-{os.getpid()}",
+        config,
+        broker=broker,
+        task=parts.task,
+        codec=parts.codec,
+        checkpoint=parts.checkpoint,
+        connect=connect,
+    )
+    await worker.run(stop)
+    LOG.info("worker ends", **worker.counters.totals())
+    return 0
