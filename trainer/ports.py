@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from broker.types import (
     Outcome,
     PromptCursor,
     Refused,
+    Snapshot,
     TrainerState,
     VersionRecord,
 )
@@ -106,6 +107,30 @@ class OneRank:
         """Returns at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The part of a checkpoint that is not tensors. version: of the saved weights. consumed: ids of groups whose effect
+    is in the weights and whose commit is not yet recorded. extra: anything else that JSON can hold."""
+
+    step: int
+    version: int
+    consumed: tuple[int, ...]
+    cursor: PromptCursor
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class CheckpointPort(Protocol):
+    """Checkpoints of the policy that it was made for. Collective."""
+
+    def save(self, state: SavedState) -> None:
+        """Write weights, optimizer, random state and `state`; durable on return. Raises OSError."""
+        ...
+
+    def load_newest(self) -> SavedState | None:
+        """Restore the newest good checkpoint and return its state; None if there is none: nothing was changed."""
+        ...
+
+
 class TrainerBroker(Protocol):
     """The part of broker.queue.Broker that a trainer calls (errors: Fenced, CorruptPayload, BrokerUnavailable)."""
 
@@ -128,10 +153,11 @@ class TrainerBroker(Protocol):
     def publish(self, epoch: int, record: VersionRecord) -> None: ...
     def renew_trainer(self, epoch: int) -> None: ...
     def return_leased(self, epoch: int) -> int: ...
-    def set_status(self, status: str) -> None: ...
+    def set_status(self, status: Literal["starting", "running", "draining", "finished", "stopped"]) -> None: ...
+    def snapshot(self) -> Snapshot: ...
     def engines(self) -> tuple[EngineRecord, ...]: ...
     def versions(self) -> tuple[VersionRecord, ...]: ...
-    def forget_version(self, v: int) -> object: ...
+    def forget_version(self, version: int) -> None: ...
     def server_time_ms(self) -> int: ...
 
 

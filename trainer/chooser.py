@@ -1,0 +1,103 @@
+"""Waits for a batch, and tells all ranks which it is.
+
+Invariant: no rank waits longer than the patience of one round without a word, so a long starvation never looks like a
+dead rank; the wait is measured, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from broker.errors import BrokerUnavailable
+from broker.types import Delivery, Refused
+from trainer.ports import Ranks
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """deliveries: the batch of the next step. reason: why it was waited for, longest first; "" if it was not.
+    now_ms: the server's time."""
+
+    deliveries: tuple[Delivery, ...]
+    reason: str
+    now_ms: int
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What the main rank says. kind: "batch", "wait" (ask again) or "stop"."""
+
+    kind: str
+    deliveries: tuple[Delivery, ...] = ()
+    reason: str = ""
+    now_ms: int = 0
+
+
+class Chooser:
+    """Polls the queue on the main rank; made anew for each step."""
+
+    def __init__(
+        self,
+        *,
+        pull: Callable[[], tuple[Delivery, ...] | Refused],
+        now_ms: Callable[[], int],
+        stop: Callable[[], bool],
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        patience_s: float,
+        give_up_s: float,
+    ) -> None:
+        """patience_s: longest time of one round. give_up_s: longest time that the server may be away before its
+        error is raised."""
+        self._pull, self._now_ms, self._stop = pull, now_ms, stop
+        self._clock, self._sleep = clock, sleep
+        self._patience_s, self._give_up_s = patience_s, give_up_s
+        self._pause = FIRST_PAUSE_S
+        self._away_since: float | None = None
+        self._waited: dict[str, float] = {}
+
+    def next(self) -> Message:
+        """A batch, "stop" once asked to, or "wait" when the round is over."""
+        end = self._clock() + self._patience_s
+        while True:
+            if self._stop():
+                return Message("stop")
+            answer = self._ask()
+            if not isinstance(answer, Refused):
+                reasons: Sequence[str] = sorted(self._waited, key=lambda r: -self._waited[r])
+                return Message("batch", answer, reasons[0] if reasons else "", self._now_ms())
+            self._waited[answer.reason] = self._waited.get(answer.reason, 0.0) + self._pause
+            self._sleep(self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+            if self._clock() >= end:
+                return Message("wait")
+
+    def _ask(self) -> tuple[Delivery, ...] | Refused:
+        try:
+            answer = self._pull()
+        except BrokerUnavailable as error:
+            now = self._clock()
+            self._away_since = now if self._away_since is None else self._away_since
+            if now - self._away_since >= self._give_up_s:
+                raise
+            return Refused("unavailable", str(error))
+        self._away_since = None
+        return answer
+
+
+def share_choice(ranks: Ranks, choose: Callable[[], Message] | None) -> Choice | None:
+    """The main rank's choice on every rank; None if the trainer is to stop. Collective.
+
+    choose: given on the main rank alone.
+    """
+    while True:
+        payload = msgspec.json.encode(choose()) if choose is not None else None
+        message = msgspec.json.decode(ranks.broadcast_bytes(payload), type=Message)
+        if message.kind == "stop":
+            return None
+        if message.kind == "batch":
+            return Choice(message.deliveries, message.reason, message.now_ms)

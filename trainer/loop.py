@@ -1,0 +1,407 @@
+"""The training loop: choose a batch, train it, record the step, publish, keep.
+
+Invariants. 1: right before each update every trained token's lag is checked against the bound; a violation stops the
+trainer. 2: a group's effect reaches the weights at most once in the history that survives: the step is recorded after
+the update and committed after the checkpoint that holds it, and the checkpoint names the groups consumed since the last
+recorded commit. 6: a fenced trainer ends at its next word with the broker, before it can publish or commit. A loss or
+gradient that is not finite ends the run before the update, with the batch saved and its groups back in the queue.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import structlog
+import torch
+from torch import Tensor
+
+from broker.logs import bind_version
+from broker.types import Delivery, Group, Outcome, PromptCursor, VersionRecord
+from configs.schema import RunConfig
+from trainer import versions
+from trainer.batch import MicroBatch
+from trainer.chooser import Choice, Chooser, share_choice
+from trainer.data import (
+    RouteShape,
+    Share,
+    fetch_share,
+    is_filtered,
+    lacks_routes,
+    micro_batches,
+    reward_sums,
+    samples_of,
+    tokens_beyond,
+    tokens_by_lag,
+)
+from trainer.failed_batch import save_failed_batch
+from trainer.losses.catalogue import LossSettings, loss_settings
+from trainer.losses.sat import Gate
+from trainer.losses.step import loss_function, prepare
+from trainer.ports import CheckpointPort, MetricsSink, PolicyPort, Ranks, SavedState, TrainerBroker
+from trainer.schedule import learning_rate
+from trainer.statistics import step_statistics
+from trainer.timing import Stopwatch
+
+log = structlog.get_logger()
+
+End = Literal["finished", "stopped"]
+
+
+class RunFailed(Exception):
+    """The run cannot go on, and starting the trainer again would not help; the message is meant for the user."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where this trainer is. version: of the weights it holds. consumed: groups trained since the last commit."""
+
+    epoch: int = -1
+    step: int = 0
+    version: int = -1
+    published: int = -1
+    checkpointed: int = 0
+    consumed: list[int] = field(default_factory=list)
+    cursor: PromptCursor = field(default_factory=PromptCursor)
+    gate: Gate | None = None
+    began: float = 0.0
+
+
+class Trainer:
+    """One rank of the trainer; every rank runs the same methods in the same order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        broker: TrainerBroker,
+        ranks: Ranks,
+        policy: PolicyPort,
+        checkpoints: CheckpointPort,
+        sink: Callable[[int], MetricsSink],
+        route_shape: RouteShape | None,
+        stop: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """sink: makes the sink of metrics, given the step that the run resumes from; used on the main rank alone.
+        route_shape: (layers, top_k, experts) when routing is replayed. stop: whether the process was asked to end."""
+        self.config = config
+        self.settings: LossSettings = loss_settings(config)
+        self.broker, self.ranks, self.policy, self.checkpoints = broker, ranks, policy, checkpoints
+        self.route_shape = route_shape
+        self.progress = Progress()
+        self._make_sink, self._sink = sink, cast(MetricsSink | None, None)
+        self._stop, self._clock, self._wall, self._sleep = stop, clock, wall, sleep
+        self._weights = config.run.folder / "weights"
+        self._sum = ranks.sum_over_data
+
+    def run(self) -> End:
+        """Train to the end of the run, or until asked to stop. Raises RunFailed, or an error of the broker."""
+        self.attach()
+        while self.progress.step < self.config.run.steps:
+            if not self.step():
+                self._save_on_stop()
+                return "stopped"
+        self.finish()
+        return "finished"
+
+    # --- begin and end ------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Load the newest checkpoint, take the run over, and publish what is held under a version of its own."""
+        p = self.progress
+        saved = self.checkpoints.load_newest()
+        if saved is not None:
+            p.step = p.checkpointed = saved.step
+            p.consumed, p.cursor = list(saved.consumed), saved.cursor
+            if saved.extra.get("gate"):
+                p.gate = Gate(*saved.extra["gate"])
+        p.began = float(saved.extra.get("began", self._wall())) if saved else self._wall()
+        named: list[int] = []
+        if self.ranks.is_main:
+            state = self.broker.attach_trainer(
+                checkpoint_step=p.step,
+                checkpoint_version=saved.version if saved else -1,
+                consumed=p.consumed,
+                cursor=saved.cursor if saved else None,
+            )
+            named = [state.epoch, self.broker.name_version(state.epoch)]
+            self._sink = self._make_sink(p.step)
+            log.info("attached", epoch=state.epoch, step=p.step, version=named[1], returned=state.returned)
+        p.epoch, p.version = share_numbers(self.ranks, named)
+        p.consumed = []  # attaching made them durable
+        bind_version(p.version)
+        self.publish()
+
+    def finish(self) -> None:
+        """Publish and keep the last weights, export the model, and say that the run is finished."""
+        p = self.progress
+        if p.published != p.version:
+            self.publish()
+        if p.checkpointed != p.step:
+            self.checkpoint()
+        self._export(self.config.run.folder / "model-final")
+        if self.ranks.is_main:
+            self.broker.set_status("finished")
+            if self._sink is not None:
+                self._sink.close()
+
+    def _save_on_stop(self) -> None:
+        p = self.progress
+        if p.step > p.checkpointed:
+            self.checkpoint()
+        if self.ranks.is_main:
+            self.broker.return_leased(p.epoch)
+            log.info("stopped", step=p.step, checkpoint=p.checkpointed)
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One optimizer step; False if the trainer was asked to stop before its update."""
+        p, watch = self.progress, Stopwatch(self._clock)
+        chosen = self._choose(watch)
+        if chosen is None:
+            return False
+        choice, share, groups = chosen
+        with watch.measure("pack_s"):
+            samples = samples_of(groups, self.settings, self.ranks)
+            budget, multiple = self.config.trainer.micro_batch_tokens, self.config.trainer.layout.tensor
+            batches = micro_batches(samples, budget, self.route_shape, multiple, self.ranks)
+            filtered = self._filtered(choice.deliveries, share, groups)
+        context = self._prepare(batches, watch)
+        bound = self._check_bound(groups)
+        with watch.measure("forward_backward_s"):
+            reports = self.policy.forward_backward(
+                batches,
+                loss_function(self.settings, context),
+                entropy_gradient=self.settings.entropy_coefficient > 0,
+            )
+            self._check_finite(reports, batches, groups)
+        rate = learning_rate(self.config.trainer.optimizer, p.step, self.config.run.steps)
+        with watch.measure("optimizer_s"):
+            norm, applied = self.policy.optimizer_step(rate)
+        if not applied:
+            self._fail(batches, reports, groups, "the optimizer refused the step: a gradient is not finite")
+        record, p.gate = step_statistics(
+            batches,
+            reports,
+            version=p.version,
+            max_lag=bound,
+            settings=self.settings,
+            gate=context.gate,
+            sum_over=self._sum,
+        )
+        record |= {"grad_norm": norm, "learning_rate": rate, "replay_overlap": self._replay_overlap()}
+        record |= self._batch_facts(choice, groups, filtered)
+        lags = self._sum(tokens_by_lag(groups, p.version, bound + 1)).tolist()
+        self._record(choice, filtered, {i: int(n) for i, n in enumerate(lags) if n}, record, watch)
+        return True
+
+    def _choose(self, watch: Stopwatch) -> tuple[Choice, Share, list[Group]] | None:
+        """A batch that every rank could read; groups that cannot be read are rejected and the rest is chosen anew."""
+        p = self.progress
+        while True:
+            with watch.measure("wait_s"):
+                choice = share_choice(self.ranks, self._chooser().next if self.ranks.is_main else None)
+            if choice is None:
+                return None
+            with watch.measure("fetch_s"):
+                share = fetch_share(self.broker, choice.deliveries, self.ranks, self.route_shape)
+                bad = torch.zeros(len(choice.deliveries), dtype=torch.int64)
+                for index in share.indexes:
+                    bad[index] = int(choice.deliveries[index].group_id in share.problems)
+                spoilt = bool(self._sum(bad).any())
+            for group_id, why in share.problems.items():
+                log.error("group rejected", group=group_id, why=why)
+                self.broker.reject(p.epoch, group_id, why)
+            if not spoilt:
+                groups = [g for g in share.groups if g is not None]
+                self._check_routes(groups)
+                return choice, share, groups
+            self.ranks.barrier()  # all rejections are recorded before the rest goes back
+            if self.ranks.is_main:
+                self.broker.return_leased(p.epoch)
+
+    def _chooser(self) -> Chooser:
+        p = self.progress
+        return Chooser(
+            pull=lambda: self.broker.pull(p.epoch, p.version, self.config.trainer.groups_per_step),
+            now_ms=self.broker.server_time_ms,
+            stop=self._stop,
+            clock=self._clock,
+            sleep=self._sleep,
+            patience_s=min(self.config.trainer.collective_timeout_s / 3, 5.0),
+            give_up_s=self.config.trainer.lease_s,
+        )
+
+    def _prepare(self, batches: Sequence[MicroBatch], watch: Stopwatch) -> Any:
+        log_probs: list[Tensor] | None = None
+        if self.settings.needs_log_prob_pass:
+            with watch.measure("log_prob_s"):
+                log_probs = [scores.log_probs for scores in self.policy.log_probs(batches)]
+        return prepare(self.settings, batches, log_probs, previous=self.progress.gate, sum_over=self._sum)
+
+    def _check_bound(self, groups: Sequence[Group]) -> int:
+        """Invariant 1, the last check before the update; returns the bound that holds now."""
+        p, bound = self.progress, self.config.lag.max
+        if self._count(tokens_beyond(groups, p.version, bound)):
+            # An operator may have raised the bound while the run goes on: the broker knows.
+            current = [self.broker.snapshot().max_lag] if self.ranks.is_main else []
+            bound = max(bound, *share_numbers(self.ranks, current))
+            beyond = self._count(tokens_beyond(groups, p.version, bound))
+            if beyond:
+                if self.ranks.is_main:
+                    self.broker.return_leased(p.epoch)
+                raise RunFailed(
+                    f"{beyond} tokens of the batch at version {p.version} are beyond the bound of {bound} versions, or "
+                    "newer than the trainer: the queue broke its promise. Nothing was trained; please report this."
+                )
+        return bound
+
+    def _check_finite(
+        self, reports: Sequence[dict[str, Tensor]], batches: Sequence[MicroBatch], groups: Sequence[Group]
+    ) -> None:
+        loss = sum((float(report["loss"]) for report in reports), 0.0)
+        bad_losses = self._count(0 if math.isfinite(loss) else 1)
+        if bad_losses or not self.policy.gradients_finite():
+            what = "loss" if bad_losses else "gradient"
+            self._fail(batches, reports, groups, f"the {what} is not finite")
+
+    def _fail(
+        self, batches: Sequence[MicroBatch], reports: Sequence[dict[str, Tensor]], groups: Sequence[Group], why: str
+    ) -> None:
+        p = self.progress
+        folder = self.config.run.folder / f"failed-batch-{p.step + 1}"
+        facts = {
+            "why": why,
+            "step": p.step + 1,
+            "version": p.version,
+            "groups": [g.group_id for g in groups],
+            "losses": [float(r["loss"]) for r in reports],
+        }
+        try:
+            save_failed_batch(folder, self.ranks.data_rank, groups, batches, reports=reports, facts=facts)
+            kept = f"The batch is in {folder}."
+        except OSError as error:
+            kept = f"The batch could not be saved ({error})."
+        self.ranks.barrier()
+        if self.ranks.is_main:
+            self.broker.return_leased(p.epoch)
+        raise RunFailed(
+            f"step {p.step + 1}: {why}. No update was made and the groups are back in the queue. {kept} Lower "
+            "trainer.optimizer.learning_rate, or look at the batch, then resume from the last checkpoint."
+        )
+
+    def _check_routes(self, groups: Sequence[Group]) -> None:
+        needed = self.route_shape is not None and self.config.trainer.routing_replay == "required"
+        if self._count(int(needed and lacks_routes(groups))):
+            if self.ranks.is_main:
+                self.broker.return_leased(self.progress.epoch)
+            raise RunFailed(
+                "trainer.routing_replay is required, but trajectories come without a routing trace. Start the engine "
+                "with --enable-return-routed-experts, or set trainer.routing_replay: available."
+            )
+
+    def _filtered(self, deliveries: Sequence[Delivery], share: Share, groups: Sequence[Group]) -> list[bool]:
+        flags = torch.zeros(len(deliveries), dtype=torch.int64)
+        for index, group in zip(share.indexes, groups, strict=True):
+            flags[index] = int(is_filtered(group))
+        return [bool(f) for f in self._sum(flags).tolist()]
+
+    def _replay_overlap(self) -> float | None:
+        return self.policy.replay_metrics().overlap if self.route_shape is not None else None
+
+    def _batch_facts(self, choice: Choice, groups: Sequence[Group], filtered: Sequence[bool]) -> dict[str, Any]:
+        n, total, squares, lengths = self._sum(reward_sums(groups)).tolist()
+        variance = max(squares - total * total / n, 0.0) / (n - 1) if n > 1 else 0.0
+        waits = [choice.now_ms - d.submitted_ms for d in choice.deliveries]
+        return {
+            "reward_mean": total / n if n else None,
+            "reward_std": math.sqrt(variance),
+            "response_tokens": sum(d.response_tokens for d in choice.deliveries),
+            "total_tokens": sum(d.total_tokens for d in choice.deliveries),
+            "response_length_mean": lengths / n if n else None,
+            "groups": len(choice.deliveries),
+            "groups_filtered": sum(filtered),
+            "wait_reason": choice.reason,
+            "queue_wait_ms_mean": sum(waits) / len(waits) if waits else 0.0,
+        }
+
+    # --- after the update ---------------------------------------------------------------------------------------------
+
+    def _record(
+        self, choice: Choice, filtered: Sequence[bool], lags: dict[int, int], record: dict[str, Any], watch: Stopwatch
+    ) -> None:
+        p = self.progress
+        for delivery in choice.deliveries:
+            lag = str(p.version - delivery.oldest_version)
+            entry = record["by_lag"].setdefault(lag, {"tokens": 0, "log_ratio_abs": None, "gate_rate": None, "q": None})
+            entry["groups"] = entry.get("groups", 0) + 1
+        for entry in record["by_lag"].values():
+            entry.setdefault("groups", 0)
+        record |= {"step": p.step + 1, "version": p.version + 1, "time_s": self._wall() - p.began}
+        if self.ranks.is_main:
+            outcomes = [Outcome(d.group_id, f) for d, f in zip(choice.deliveries, filtered, strict=True)]
+            shown = record | watch.seconds | self._speed(record, watch)
+            p.cursor = self.broker.step(p.epoch, p.version, outcomes, lags, shown)
+        p.consumed.extend(d.group_id for d in choice.deliveries)
+        p.step, p.version = p.step + 1, p.version + 1
+        bind_version(p.version)
+        last = p.step == self.config.run.steps
+        if p.version - p.published >= self.config.weights.publish_interval or last:
+            with watch.measure("export_s"):
+                self.publish()
+        if p.step - p.checkpointed >= self.config.trainer.checkpoint.interval_steps or last:
+            self.checkpoint(watch)
+        if self._sink is not None:
+            self._sink.write(record | watch.seconds | self._speed(record, watch))
+
+    def _speed(self, record: dict[str, Any], watch: Stopwatch) -> dict[str, float]:
+        seconds = watch.total
+        return {"step_s": seconds, "tokens_per_s": record["total_tokens"] / seconds if seconds > 0 else 0.0}
+
+    def publish(self) -> None:
+        """Export this version and announce it; remove versions that nobody needs."""
+        p = self.progress
+        folder = versions.folder_of(self._weights, p.version)
+        self._export(folder)
+        p.published = p.version
+        if self.ranks.is_main:
+            checksum = versions.checksum_of(folder)
+            self.broker.publish(p.epoch, VersionRecord(p.version, p.step, str(folder.absolute()), checksum))
+            versions.remove_old(self.broker, self._weights, self.config.weights.keep)
+
+    def _export(self, folder: Path) -> None:
+        if self.ranks.is_main:
+            versions.remove_leftover(folder)
+        self.ranks.barrier()
+        self.policy.export_hf(folder)
+
+    def checkpoint(self, watch: Stopwatch | None = None) -> None:
+        """Save, then commit: after this the step's groups are durable."""
+        p, watch = self.progress, watch or Stopwatch(self._clock)
+        gate = [p.gate.quantile, p.gate.scale] if p.gate is not None and math.isfinite(p.gate.quantile) else None
+        with watch.measure("checkpoint_s"):
+            self.checkpoints.save(
+                SavedState(p.step, p.version, tuple(p.consumed), p.cursor, {"gate": gate, "began": p.began})
+            )
+        p.checkpointed = p.step
+        with watch.measure("commit_s"):
+            if self.ranks.is_main:
+                self.broker.commit(p.epoch, p.step)
+        p.consumed = []
+
+    def _count(self, value: int) -> int:
+        return int(self._sum(torch.tensor([value], dtype=torch.int64)).sum())
+
+
+def share_numbers(ranks: Ranks, numbers: Sequence[int]) -> tuple[int, ...]:
+    """The main rank's numbers on every rank. Collective."""
+    payload = " ".join(map(str, numbers)).encode() if ranks.is_main else None
+    return tuple(map(int, ranks.broadcast_bytes(payload).split()))

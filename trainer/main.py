@@ -1,0 +1,224 @@
+"""`lagrange trainer`: starts the ranks; each joins, builds the model and runs the loop.
+
+Invariant: the process ends with one clear message and a code that says whether starting it again can help: 0 finished,
+or stopped on request; 1 try again (the run resumes from its checkpoint); 2 configuration; 3 the run cannot go on;
+4 Redis cannot be reached. Nothing but rank 0 writes to Redis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from broker.errors import BrokerError, BrokerUnavailable, Fenced
+from broker.logs import configure_logs
+from broker.queue import Broker
+from broker.types import PromptCursor
+from configs.load import ConfigError, load_config, save_config
+from configs.schema import RunConfig
+from configs.secrets import REDIS_PASSWORD, read_secret
+from trainer.losses.catalogue import loss_settings, warnings
+from trainer.ports import SavedState
+
+log = structlog.get_logger()
+
+AGAIN, USAGE, FATAL, NO_REDIS = 1, 2, 3, 4
+
+
+def run(config: RunConfig) -> int:
+    """Start all ranks on this machine and wait for them; returns the exit code."""
+    from trainer.launch import run_ranks  # noqa: PLC0415 - `lagrange` commands import only what they run
+
+    configure_logs(config.run.id, "trainer")
+    try:
+        _check(config)
+        config.run.folder.mkdir(parents=True, exist_ok=True)
+        file = config.run.folder / "trainer-config.yaml"
+        save_config(config, file)
+        return run_ranks(config, "trainer.main", ["--config", str(file)])
+    except (ConfigError, OSError) as error:
+        log.error("cannot start", problem=str(error))
+        return USAGE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """One rank, as the launcher starts it."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.main")
+    parser.add_argument("--config", type=Path, required=True)
+    config = load_config(parser.parse_args(arguments).config)
+    return rank_main(config)
+
+
+def rank_main(config: RunConfig) -> int:
+    """Run one rank to its end; returns the exit code."""
+    from trainer.loop import RunFailed  # noqa: PLC0415 - imports torch
+
+    rank = int(os.environ.get("RANK", "0"))
+    configure_logs(config.run.id, "trainer" if rank == 0 else f"trainer-{rank}")
+    try:
+        _check(config)
+        with _stop_on_signal(rank) as stop:
+            end = _train(config, stop)
+    except ConfigError as error:
+        log.error("cannot start", problem=str(error))
+        return USAGE
+    except (RunFailed, Fenced) as error:
+        log.error("the trainer ends", problem=str(error))
+        return FATAL
+    except BrokerUnavailable as error:
+        log.error("the trainer ends", problem=str(error))
+        return NO_REDIS
+    except (BrokerError, OSError) as error:
+        log.error("the trainer ends and can be started again", problem=str(error))
+        return AGAIN
+    log.info("the trainer ends", how=end)
+    return 0
+
+
+def _check(config: RunConfig) -> None:
+    if not config.run.id:
+        raise ConfigError("run.id is empty: start the run with `lagrange up`, or name it.")
+    if config.redis.url is None:
+        raise ConfigError("redis.url is not set. Set it, or start the run with `lagrange up`.")
+    if config.model.path is None:
+        raise ConfigError("model.path is not set: `lagrange up` makes the tiny model and sets it.")
+    for warning in warnings(loss_settings(config)):
+        log.warning("loss", problem=warning)
+
+
+def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
+    from trainer.loop import Trainer  # noqa: PLC0415 - imports torch
+    from trainer.megatron.parallel import parallel  # noqa: PLC0415
+    from trainer.megatron.policy import PolicyModel  # noqa: PLC0415
+    from trainer.metrics import JsonLines  # noqa: PLC0415
+
+    assert config.redis.url is not None
+    assert config.model.path is not None
+    broker = Broker.connect(
+        config.redis.url, config.run.id, password=read_secret(REDIS_PASSWORD), timeout_s=config.redis.timeout_s
+    )
+    with parallel(config) as ranks:
+        if ranks.is_main:
+            broker.initialise(config)
+        policy = PolicyModel.create(config, ranks, config.model.path)
+        shape = policy.shape
+        replay = config.trainer.routing_replay != "off" and shape.experts > 0
+        if not replay and config.trainer.routing_replay != "off" and ranks.is_main:
+            log.warning("no routing replay", problem="the model has no experts; the run goes on without it")
+        trainer = Trainer(
+            config,
+            broker=broker,
+            ranks=ranks,
+            policy=policy,
+            checkpoints=Checkpoints(config, policy),
+            sink=lambda step: JsonLines(config.run.folder / "metrics.jsonl", step),
+            route_shape=(shape.layers, shape.top_k, shape.experts) if replay else None,
+            stop=stop,
+        )
+        with _keep_alive(broker, trainer, config.trainer.lease_s / 3 if ranks.is_main else None):
+            return trainer.run()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """`CheckpointPort` over trainer.megatron.checkpoint, in the run's folder."""
+
+    config: RunConfig
+    policy: object
+
+    @property
+    def root(self) -> Path:
+        """Folder of this run's checkpoints."""
+        return self.config.run.folder / "checkpoints"
+
+    def save(self, state: SavedState) -> None:
+        """See the port."""
+        from trainer.megatron.checkpoint import TrainingState, save_checkpoint  # noqa: PLC0415
+
+        kept = TrainingState(
+            step=state.step,
+            version=state.version,
+            consumed=state.consumed,
+            prompt_cursor=state.cursor.next_index,
+            config_hash=config_hash(self.config),
+            extra={**state.extra, "open": list(state.cursor.open)},
+        )
+        save_checkpoint(self.policy, self.root, kept, keep=self.config.trainer.checkpoint.keep)  # type: ignore[arg-type]
+
+    def load_newest(self) -> SavedState | None:
+        """See the port."""
+        from trainer.megatron.checkpoint import latest, load_checkpoint  # noqa: PLC0415
+
+        folder = latest(self.root)
+        if folder is None:
+            return None
+        state = load_checkpoint(self.policy, folder)  # type: ignore[arg-type]
+        if state.config_hash != config_hash(self.config):
+            log.warning("resumed under another configuration", checkpoint=str(folder))
+        cursor = PromptCursor(state.prompt_cursor, tuple(state.extra.get("open", ())))
+        return SavedState(state.step, state.version, state.consumed, cursor, state.extra)
+
+
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of what decides how weights evolve: model, task, rollout, loss, optimizer and lag."""
+    parts = [config.model, config.task, config.lag, config.rollout, config.trainer.loss, config.trainer.optimizer]
+    return hashlib.sha256("\n".join(part.model_dump_json() for part in parts).encode()).hexdigest()
+
+
+@contextmanager
+def _stop_on_signal(rank: int) -> Iterator[Callable[[], bool]]:
+    """True once SIGTERM or SIGINT came; the other ranks follow rank 0 and ignore both."""
+    asked = threading.Event()
+
+    def handle(number: int, _: object) -> None:
+        asked.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = {n: signal.signal(n, handle if rank == 0 else signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _keep_alive(broker: Broker, trainer: object, interval_s: float | None) -> Iterator[None]:
+    """Renew the trainer's lease while a long step computes. interval_s: None on ranks that do not hold it."""
+    if interval_s is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(interval_s):
+            epoch = trainer.progress.epoch  # type: ignore[attr-defined]
+            if epoch < 0:
+                continue
+            try:
+                broker.renew_trainer(epoch)
+            except BrokerError as error:  # the loop meets the same error at its next word with the broker
+                log.warning("lease not renewed", problem=str(error))
+
+    thread = threading.Thread(target=renew, name="trainer-lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=10)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""Writes one record a step to runs/<id>/metrics.jsonl.
+
+Invariant: every line is one whole JSON object without NaN or infinity; after a resume the file holds no step beyond the
+checkpoint, so that each step of the surviving history appears once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.ports import MetricsSink
+
+
+def json_safe(value: Any) -> Any:
+    """The same tree with null for every number that JSON cannot say."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return value
+
+
+class JsonLines:
+    """Appends to a file, line by line."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """Open `path`, first dropping records of steps beyond `resume_step` and a torn last line."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(path) if _step_of(line) is not None and (_step_of(line) or 0) <= resume_step]
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        aside.replace(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """One line; on disk in the sense that a killed process does not lose it."""
+        self._file.write(json.dumps(json_safe(record), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Several:
+    """Hands each record to several sinks."""
+
+    def __init__(self, sinks: Sequence[MetricsSink]) -> None:
+        self._sinks = sinks
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """To every sink."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
