@@ -27,19 +27,21 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar. label: under it. note: what a pointer resting on it shows."""
+    """One bar. label: under it. text: above it. note: what a pointer resting on it shows."""
 
     label: str
     value: float
-    note: str = ""
+    text: str
+    note: str
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers from at most `low` to at least `high`, about `count` apart."""
     if not math.isfinite(low + high):
         return [0.0, 1.0]
-    if high - low <= 1e-12 * max(1.0, abs(high)):
-        high = low + (abs(low) or 1.0)
+    size = max(abs(low), abs(high))
+    if size < 1e-30 or high - low <= 1e-12 * size:
+        high = low + (size if size >= 1e-30 else 1.0)
     raw = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next((m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw), 10 * unit)
@@ -106,12 +108,12 @@ def bar_chart(bars: Sequence[Bar], *, x_label: str, label: str, mark_after: int 
         top = at_y(value)
         parts.append(
             f'<rect class="bar" x="{x - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" rx="2" '
-            f'height="{max(0.0, HEIGHT - BOTTOM - top):.1f}">{_title(bar.note or short(value))}</rect>'
+            f'height="{max(0.0, HEIGHT - BOTTOM - top):.1f}">{_title(bar.note)}</rect>'
         )
         if len(bars) <= 12:
             parts.append(
                 f'<text class="value" x="{x:.1f}" y="{max(top - 4, TOP):.1f}" text-anchor="middle">'
-                f"{short(value)}</text>"
+                f"{html.escape(bar.text)}</text>"
             )
         if index % every == 0:
             parts.append(

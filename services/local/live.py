@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.console import Group as Rows
 from rich.panel import Panel
@@ -81,7 +82,7 @@ def view_of(snapshot: Snapshot | None, rewards: Sequence[float], facts: ProcessF
         steps_total=snapshot.steps_total,
         version=snapshot.version,
         reward=number(metrics, "reward_mean"),
-        rewards=tuple(rewards[-REWARD_POINTS:]),
+        rewards=tuple(condensed(rewards, REWARD_POINTS)),
         lag=None
         if lag_mean is None
         else (int(number(metrics, "lag_min") or 0), lag_mean, int(number(metrics, "lag_max") or 0)),
@@ -120,9 +121,17 @@ def wait_share(metrics: dict[str, object]) -> float | None:
 def remaining_s(snapshot: Snapshot, metrics: dict[str, object]) -> float | None:
     """Seconds until the last step at the average pace so far; None before the pace is known."""
     elapsed = number(metrics, "time_s")
-    if elapsed is None or snapshot.step < 3:
+    if elapsed is None or snapshot.step < 3 or snapshot.step >= snapshot.steps_total:
         return None
     return elapsed / snapshot.step * (snapshot.steps_total - snapshot.step)
+
+
+def condensed(values: Sequence[float], points: int) -> list[float]:
+    """The whole series as at most `points` means of neighbours, in order."""
+    if len(values) <= points:
+        return list(values)
+    edges = [round(index * len(values) / points) for index in range(points + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -177,7 +186,9 @@ def screen(view: LiveView) -> Panel:
     head.add_column(no_wrap=True)
     left = "" if view.eta_s is None else f"{duration(view.eta_s)} left"
     head.add_row(
-        f"[bold]{view.step}[/] / {view.steps_total}", ProgressBar(total=total, completed=min(view.step, total)), left
+        f"[bold]{view.step}[/] / {view.steps_total}",
+        ProgressBar(total=total, completed=min(view.step, total), complete_style="cyan", finished_style="green"),
+        left,
     )
     table.add_row("step", head)
     table.add_row("reward", _reward(view))

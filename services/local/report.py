@@ -158,14 +158,11 @@ def _lag_histogram(config: RunConfig, records: Sequence[Record], ledger: dict[st
     lags = lags or {lag: int(part["tokens"]) for lag, part in by_lag(records).items()}
     total = sum(lags.values()) or 1
     shown = range(max([config.lag.max, *lags]) + 1) if lags else range(0)
-    bars = [
-        Bar(
-            str(lag),
-            lags.get(lag, 0) / total * 100,
-            f"lag {lag}: {lags.get(lag, 0):,} tokens ({lags.get(lag, 0) / total:.1%})",
-        )
-        for lag in shown
-    ]
+    bars = []
+    for lag in shown:
+        tokens = lags.get(lag, 0)
+        share = tokens / total
+        bars.append(Bar(str(lag), share * 100, f"{share:.1%}", f"lag {lag}: {tokens:,} tokens ({share:.1%})"))
     chart = bar_chart(
         bars,
         x_label="lag, in versions",
@@ -173,12 +170,14 @@ def _lag_histogram(config: RunConfig, records: Sequence[Record], ledger: dict[st
         mark_after=config.lag.max,
         mark=f"bound {config.lag.max}",
     )
-    return _figure("Policy lag of trained tokens", "Percent of all trained response tokens.", chart)
+    return _figure(
+        "Policy lag of trained tokens", "Percent of all trained response tokens. None may lie beyond the bound.", chart
+    )
 
 
 def _log_ratio(records: Sequence[Record]) -> str:
     bars = [
-        Bar(str(lag), part["log_ratio_abs"], f"lag {lag}: {part['log_ratio_abs']:.6f}")
+        Bar(str(lag), part["log_ratio_abs"], f"{part['log_ratio_abs']:.2g}", f"lag {lag}: {part['log_ratio_abs']:.6g}")
         for lag, part in by_lag(records).items()
     ]
     chart = bar_chart(bars, x_label="lag, in versions", label="mean absolute log-ratio by policy lag")
@@ -187,7 +186,7 @@ def _log_ratio(records: Sequence[Record]) -> str:
 
 def _gate(config: RunConfig, records: Sequence[Record]) -> str:
     bars = [
-        Bar(str(lag), part["gate_rate"] * 100, f"lag {lag}: {part['gate_rate']:.2%}")
+        Bar(str(lag), part["gate_rate"] * 100, f"{part['gate_rate']:.1%}", f"lag {lag}: {part['gate_rate']:.2%}")
         for lag, part in by_lag(records).items()
     ]
     chart = bar_chart(bars, x_label="lag, in versions", label="share of tokens above the SAT gate by policy lag")

@@ -14,6 +14,9 @@ import sys
 import time
 from pathlib import Path
 
+from broker.queue import Broker
+from configs import load_config
+
 
 def main(role: str, folder: Path, behaviour: str) -> int:
     with (folder / "pids").open("a") as file:
@@ -43,9 +46,6 @@ def _own_pid() -> int:
 
 
 def _finish(folder: Path) -> None:
-    from broker.queue import Broker
-    from configs import load_config
-
     config = load_config(folder / "config.yaml")
     assert config.redis.url is not None
     broker = Broker.connect(config.redis.url, config.run.id, timeout_s=5.0)

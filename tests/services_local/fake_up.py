@@ -22,9 +22,7 @@ def main(arguments: list[str]) -> int:
         return [sys.executable, str(FAKE), role.name, str(file.parent), behaviours.get(role.name, "serve")]
 
     resume = arguments[0].removeprefix("--resume=") if arguments[0].startswith("--resume=") else None
-    settings = Settings(
-        RestartPolicy(tries=2, first_delay_s=0.05), poll_s=0.02, look_every_s=0.1, line_every_s=0.2
-    )
+    settings = Settings(RestartPolicy(tries=2, first_delay_s=0.05), poll_s=0.02, look_every_s=0.1, line_every_s=0.2)
     try:
         return run(
             None if resume else Path(arguments[0]),

@@ -1,0 +1,95 @@
+"""The command line as its user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs import ConfigError
+from services.cli import overrides
+
+ROOT = Path(__file__).parents[2]
+
+
+def lagrange(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_check_says_what_a_valid_file_means() -> None:
+    done = lagrange("check", "configs/qwen3-30b-a3b.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "is valid" in done.stdout
+    assert "30.5 billion parameters" in done.stdout
+
+
+def test_an_unknown_key_is_one_message_without_a_traceback_and_exit_code_2(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text((ROOT / "configs" / "local.yaml").read_text().replace("  max: 1", "  max: 1\n  maximum: 2"))
+    done = lagrange("check", str(file))
+    assert done.returncode == 2
+    assert "lag.maximum: unknown key" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in lagrange("--debug", "check", str(file)).stderr
+
+
+def test_an_impossible_combination_names_the_fields_to_change() -> None:
+    done = lagrange("check", "configs/local.yaml", "--set", "lag.max=0", "--set", "weights.publish_interval=4")
+    assert done.returncode == 2
+    assert "Set weights.publish_interval: 1 or less, or lag.max to at least 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("up",), "--resume"),
+        (("up", "configs/none.yaml"), "cannot be read"),
+        (("up", "--resume", "runs/none"), "no config.yaml"),
+        (("up", "configs/local.yaml", "--set", "engine.python=/none/python"), "make setup"),
+        (("status", "runs/none"), "config.yaml is missing"),
+        (("report", "runs/none"), "config.yaml is missing"),
+        (("up", "configs/local.yaml", "--set", "lag.max"), "expected NAME=VALUE"),
+    ],
+)
+def test_a_call_that_cannot_work_says_why_on_standard_error(arguments: tuple[str, ...], words: str) -> None:
+    done = lagrange(*arguments)
+    assert done.returncode in (1, 2)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_schema_is_json_with_a_sentence_for_every_field() -> None:
+    schema = json.loads(lagrange("schema").stdout)
+    for name, section in schema["$defs"].items():
+        for field, value in section["properties"].items():
+            assert value.get("description"), f"{name}.{field}"
+
+
+def test_no_command_but_the_trainer_imports_torch() -> None:
+    code = (
+        "import sys, services.cli, services.local.up, services.local.session, configs.check, services.local.tiny_model;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+def test_overrides_are_read_as_yaml_values() -> None:
+    assert overrides(["lag.max=4", "redis.url=null", "run.name=x", "engine.urls=[a, b]"]) == {
+        "lag.max": 4,
+        "redis.url": None,
+        "run.name": "x",
+        "engine.urls": ["a", "b"],
+    }
+    with pytest.raises(ConfigError, match="NAME=VALUE"):
+        overrides(["=4"])

@@ -1,0 +1,107 @@
+"""From a configuration to folder, ports and processes."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from configs import RunConfig, load_config, save_config
+from services.local.layout import CannotStart, embeds_redis, new_run_id, resolve, roles
+from services.local.plan import only_one, plan_new, plan_resumed, prepare
+from services.local.preflight import NEEDED_BYTES, problems
+
+LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
+
+
+def local(**overrides: object) -> RunConfig:
+    return load_config(LOCAL, dict(overrides))
+
+
+def test_a_resolved_configuration_has_real_ports_absolute_paths_and_a_model_folder(tmp_path: Path) -> None:
+    config = resolve(local(), "r", tmp_path)
+    ports = [config.redis.port, config.engine.port, config.monitor.port, config.weight_sync.port, config.trainer.port]
+    assert all(ports)
+    assert len(set(ports)) == len(ports)
+    assert config.model.path == tmp_path / "r" / "model"
+    assert config.engine.python.is_absolute()
+    assert config.redis.url == f"redis://127.0.0.1:{config.redis.port}/0"
+
+
+def test_an_interpreter_that_is_a_symbolic_link_is_kept_since_its_place_names_the_environment(tmp_path: Path) -> None:
+    link = tmp_path / "venv" / "bin" / "python"
+    link.parent.mkdir(parents=True)
+    link.symlink_to("/usr/bin/env")
+    assert resolve(local(**{"engine.python": str(link)}), "r", tmp_path).engine.python == link
+
+
+def test_a_resolved_configuration_survives_its_file_and_still_embeds_redis(tmp_path: Path) -> None:
+    config = resolve(local(), "r", tmp_path)
+    save_config(config, tmp_path / "config.yaml")
+    again = load_config(tmp_path / "config.yaml")
+    assert again == config
+    assert embeds_redis(again)
+    assert not embeds_redis(local(**{"redis.url": "redis://elsewhere:6379/0"}))
+
+
+def test_several_engines_get_ports_in_a_row(tmp_path: Path) -> None:
+    config = resolve(local(**{"engine.replicas": 3}), "r", tmp_path)
+    names = [role.name for role in roles(config, tmp_path / "config.yaml")]
+    assert names == [
+        "engine-0", "engine-1", "engine-2", "weight-sync", "monitor", "trainer", "worker-0", "worker-1",
+    ]  # fmt: skip
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", config.engine.port + 1))
+        taken.listen()
+        with pytest.raises(CannotStart, match="is in use"):
+            resolve(local(**{"engine.replicas": 3, "engine.port": config.engine.port}), "r", tmp_path)
+
+
+def test_engines_that_run_elsewhere_are_not_started(tmp_path: Path) -> None:
+    config = resolve(local(**{"engine.urls": ["http://gpu:30000"]}), "r", tmp_path)
+    assert not [role for role in roles(config, tmp_path / "c") if role.name.startswith("engine")]
+
+
+def test_a_run_id_that_is_taken_gets_a_number() -> None:
+    at = time.struct_time((2026, 11, 29, 20, 35, 15, 0, 0, 0))
+    assert new_run_id("local", at, {"local-20261129-203515"}) == "local-20261129-203515-2"
+
+
+def test_no_space_a_missing_checkpoint_and_a_missing_engine_are_each_named(tmp_path: Path) -> None:
+    found = problems(
+        local(**{"model.tiny": None, "model.path": str(tmp_path / "m"), "engine.python": str(tmp_path / "python")}),
+        free=NEEDED_BYTES - 1,
+    )
+    assert [message.split(":")[0] for message in found] == ["no space", "model.path", "engine.python"]
+    assert "make setup" in found[2]
+
+
+def test_a_run_whose_folder_was_moved_resumes_where_it_now_is(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch()
+    settings = {"run.directory": str(tmp_path / "runs"), "run.id": "r", "engine.python": str(python)}
+    prepare(plan_new(LOCAL, settings))
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    plan = plan_resumed(tmp_path / "moved" / "r", {"lag.max": 4})
+    assert plan.folder == tmp_path / "moved" / "r"
+    assert plan.config.model.path == plan.folder / "model"
+    assert plan.config.lag.max == 4
+    assert plan.tiny is None
+
+
+def test_a_new_run_does_not_take_over_an_old_runs_folder(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch()
+    settings = {"run.directory": str(tmp_path), "run.id": "r", "engine.python": str(python)}
+    prepare(plan_new(LOCAL, settings))
+    with pytest.raises(CannotStart, match="--resume"):
+        plan_new(LOCAL, settings)
+
+
+def test_a_run_folder_is_held_once_and_let_go_afterwards(tmp_path: Path) -> None:
+    with only_one(tmp_path / "r"), pytest.raises(CannotStart, match="another"), only_one(tmp_path / "r"):
+        pass
+    with only_one(tmp_path / "r"):
+        pass

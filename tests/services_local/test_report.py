@@ -1,0 +1,200 @@
+"""The report and the terminal view, as functions of made-up runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from broker.types import EngineRecord, EngineState, LagCount, Snapshot, Tally
+from configs import load_config
+from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, nice_ticks
+from services.local.live import ProcessFacts, condensed, plain_line, screen, sparkline, view_of
+from services.local.metrics import MetricsTail, parse
+from services.local.report import by_lag, draw_report, page, sat_verdict, write_report
+
+LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
+CONFIG = load_config(LOCAL, {"lag.max": 4, "run.id": "r"})
+FACTS = ProcessFacts(61.0, "http://127.0.0.1:8020", "runs/r")
+
+
+def record(step: int, clipped: float = 0.01) -> dict[str, object]:
+    lags = {
+        "0": {"tokens": 300, "groups": 10, "log_ratio_abs": 0.01, "gate_rate": 0.05},
+        "2": {"tokens": 100, "groups": 6, "log_ratio_abs": 0.09, "gate_rate": 0.25},
+    }
+    return {
+        "step": step, "version": step, "time_s": 0.5 * step, "reward_mean": step / 20, "by_lag": lags, "wait_s": 0.2,
+        "step_s": 0.5, "tokens_per_s": 800.0, "queue_wait_ms_mean": 300.0, "lag_min": 0, "lag_mean": 0.5, "lag_max": 2,
+        "sat": {"new_clip_fraction": clipped},
+    }  # fmt: skip
+
+
+def snapshot(**changes: object) -> Snapshot:
+    base = Snapshot(
+        time_ms=1, run="r", status="finished", max_lag=4, groups_per_step=16, publish_interval=1, version=10,
+        published=10, highest_version=10, step=10, durable_step=10, steps_total=10, epoch=1, admission_paused=False,
+        groups=Tally(issued=180, generating=3, ready=10, trained=160, filtered=5, stale=1, failed=1),
+        tokens=Tally(issued=4500, ready=400, trained=4000, filtered=60, stale=40), payload_bytes=0,
+        trained_by_lag={0: LagCount(100, 3000), 2: LagCount(60, 1000)},
+        engines=(EngineRecord("engine-0", "http://127.0.0.1:30000", EngineState.SERVING, 10),), metrics=record(10),
+    )  # fmt: skip
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_a_report_is_written_from_the_runs_files_alone_and_asks_for_nothing(tmp_path: Path) -> None:
+    lines = [json.dumps(record(step)) for step in range(1, 11)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    text = write_report(tmp_path, CONFIG, snapshot()).read_text()
+    assert not re.search(r"(src|href)=|url\(|<script|@import", text)
+    for title in (
+        "Reward",
+        "Policy lag",
+        "Mean |log-ratio|",
+        "SAT gate rate",
+        "Tokens a second",
+        "Who waits",
+        "Ledger",
+    ):
+        assert title in text
+    assert text.count('<svg viewBox="0 0 520') == 5
+    assert "75.0%" in text
+    assert ">closes<" in text
+    (tmp_path / "report.html").unlink()
+    assert draw_report(tmp_path, CONFIG).read_text() == text
+
+
+def test_every_drawing_is_well_formed(tmp_path: Path) -> None:
+    text = page(CONFIG, parse(json.dumps(record(s)) for s in range(1, 400)), asdict(snapshot()))
+    drawings = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert drawings
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+
+
+def test_a_ledger_that_does_not_close_says_by_how_much() -> None:
+    text = page(CONFIG, [record(1)], asdict(snapshot(groups=Tally(issued=12, trained=10))))
+    assert "open by 2" in text
+
+
+def test_a_run_without_a_step_or_a_ledger_still_has_a_report(tmp_path: Path) -> None:
+    assert "no data" in draw_report(tmp_path, CONFIG).read_text()
+
+
+def test_hostile_text_is_escaped() -> None:
+    config = CONFIG.model_copy(update={"task": CONFIG.task.model_copy(update={"name": "<script>x</script>"})})
+    assert "<script>" not in page(config, [], {})
+
+
+def test_lags_are_joined_over_steps_and_weighted_by_token() -> None:
+    first, second = record(1), record(2)
+    second["by_lag"] = {"2": {"tokens": 300, "groups": 1, "log_ratio_abs": 0.01, "gate_rate": 0.05}}
+    joined = by_lag([first, second])
+    assert joined[2]["tokens"] == 400
+    assert joined[2]["log_ratio_abs"] == pytest.approx((100 * 0.09 + 300 * 0.01) / 400)
+
+
+def test_the_report_says_when_sat_could_not_act() -> None:
+    assert sat_verdict(CONFIG, [record(1, 0.0), record(2, 0.0)]).startswith("SAT could not act")
+    assert sat_verdict(CONFIG, [record(1, 0.02), record(2, 0.0)]).startswith("SAT clipped 1.00%")
+    assert "not part" in sat_verdict(load_config(LOCAL, {"trainer.loss.name": "grpo"}), [record(1)])
+
+
+def test_of_two_records_of_a_step_the_later_counts_and_those_after_it_are_forgotten() -> None:
+    lines = [json.dumps({"step": s, "reward_mean": r}) for s, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5))]
+    assert [(r["step"], r["reward_mean"]) for r in parse([*lines, "{torn", "7"])] == [(1, 0.1), (2, 0.5)]
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    tail.read()
+    whole = json.dumps({"step": 1, "reward_mean": 0.25}) + "\n"
+    path.write_text(whole + whole[:9].replace("1", "2"))
+    tail.read()
+    assert tail.rewards == [0.25]
+    path.write_text(whole + whole.replace("1", "2", 1))
+    tail.read()
+    assert tail.rewards == [0.25, 0.25]
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=30))
+def test_charts_never_contain_a_number_that_is_none(values: list[float]) -> None:
+    points = tuple((float(i), v) for i, v in enumerate(values))
+    for text in (
+        line_chart([Series("s", points)], x_label="x", label="l"),
+        bar_chart([Bar(str(i), abs(v), "", "") for i, v in enumerate(values)], x_label="x", label="l"),
+    ):
+        assert not re.search(r'"[^"]*\b(nan|inf)\b', text)
+        ElementTree.fromstring(text)
+
+
+@given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
+def test_ticks_enclose_the_data(low: float, span: float) -> None:
+    ticks = nice_ticks(low, low + span)
+    slack = 1e-6 * max(1.0, abs(low), span)
+    assert ticks[0] <= low + slack
+    assert ticks[-1] >= low + span - slack
+    assert 2 <= len(ticks) <= 8
+
+
+def test_a_moving_average_of_a_constant_is_that_constant() -> None:
+    assert moving_average([3.0] * 5) == pytest.approx([3.0] * 5)
+
+
+def shown(view_snapshot: Snapshot | None, facts: ProcessFacts = FACTS) -> str:
+    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    with console.file:
+        console.print(screen(view_of(view_snapshot, [0.1, 0.5, 0.9], facts)))
+        return console.export_text()
+
+
+def test_the_terminal_shows_step_lag_bound_queue_engine_ledger_and_monitor() -> None:
+    text = shown(snapshot(step=5, status="running", metrics=record(5)))
+    for part in ("5 / 10", "0.250", "0 / 0.50 / 2", "bound 4", "10 groups ready", "serving v10", "closes", "8020"):
+        assert part in text
+    assert "0:02 left" in text  # 2.5 s for 5 steps, 5 to go
+
+
+def test_the_terminal_view_exists_before_redis_answers() -> None:
+    assert "no step yet" in shown(None)
+    assert "starting" in plain_line(view_of(None, [], FACTS))
+
+
+def test_the_plain_line_holds_the_same_facts_and_the_news() -> None:
+    line = plain_line(view_of(snapshot(), [0.5], replace(FACTS, news="worker-1 ended")))
+    for part in (
+        "step 10/10",
+        "reward 0.500",
+        "lag 0/0.50/2 of 4",
+        "trainer waits 40%",
+        "v10 serving",
+        "worker-1 ended",
+    ):
+        assert part in line
+    assert "\n" not in line
+
+
+def test_an_open_ledger_is_not_shown_as_closed() -> None:
+    broken = snapshot(tokens=Tally(issued=5, trained=4))
+    assert "does not close" in shown(broken)
+    assert "LEDGER OPEN" in plain_line(view_of(broken, [], FACTS))
+
+
+def test_a_sparkline_rises_from_the_lowest_to_the_highest_block() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([]) == ""
+    assert math.isclose(sum(condensed([1.0, 3.0, 5.0, 7.0], 2)), 8.0)
+    assert len(condensed(list(range(100)), 40)) == 40
+
+
+def test_the_report_holds_the_configuration() -> None:
+    assert "learning_rate: 0.002" in page(CONFIG, [], {})

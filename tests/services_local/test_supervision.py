@@ -1,0 +1,75 @@
+"""The restart policy and the guardian's list, as pure functions."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.local.guardian import living_groups
+from services.local.supervision import (
+    FATAL,
+    USAGE,
+    End,
+    Ended,
+    History,
+    Restart,
+    RestartPolicy,
+    after_exit,
+    recorded,
+)
+
+POLICY = RestartPolicy(tries=3, window_s=60.0, first_delay_s=0.5, longest_delay_s=4.0)
+
+
+def test_a_trainer_that_ends_with_zero_after_its_last_step_finishes_the_run() -> None:
+    assert after_exit(Ended("trainer", 0, finished=True), History(), 0.0, POLICY) == End(
+        0, "all steps are trained", "finished"
+    )
+
+
+def test_a_trainer_that_ends_with_zero_before_its_last_step_is_started_again() -> None:
+    assert isinstance(after_exit(Ended("trainer", 0), History(), 0.0, POLICY), Restart)
+
+
+def test_an_exit_code_that_says_fatal_or_usage_ends_the_run_with_that_code() -> None:
+    for code in (FATAL, USAGE):
+        decision = after_exit(Ended("monitor", code), History(), 0.0, POLICY)
+        assert isinstance(decision, End)
+        assert decision.code == code
+
+
+def test_an_engine_that_never_served_ends_the_run_and_one_that_served_is_started_again() -> None:
+    assert isinstance(after_exit(Ended("engine-0", 1, served=False), History(), 0.0, POLICY), End)
+    assert isinstance(after_exit(Ended("engine-0", -9, served=True), History(), 0.0, POLICY), Restart)
+
+
+@given(st.lists(st.floats(0.0, 30.0), max_size=60))
+def test_no_process_is_started_again_more_often_than_the_policy_allows_in_any_window(gaps: list[float]) -> None:
+    now, history, starts = 0.0, History(), []
+    for gap in gaps:
+        now += gap
+        decision = after_exit(Ended("worker-0", 1), history, now, POLICY)
+        if isinstance(decision, End):
+            break
+        assert POLICY.first_delay_s - 1e-9 <= decision.at - now <= POLICY.longest_delay_s + 1e-9
+        history = recorded(history, decision.at, now, POLICY)
+        starts.append(decision.at)
+        now = decision.at
+    assert history.total == len(starts)
+    for start in starts:
+        within = [at for at in starts if start <= at < start + POLICY.window_s]
+        assert len(within) <= POLICY.tries + 1  # the window is looked at when a process ends, not when it starts
+
+
+def test_the_delay_doubles_with_each_restart_in_the_window() -> None:
+    history, delays = History(), []
+    for _ in range(3):
+        decision = after_exit(Ended("worker-0", 1), history, 10.0, POLICY)
+        assert isinstance(decision, Restart)
+        delays.append(decision.at - 10.0)
+        history = recorded(history, decision.at, 10.0, POLICY)
+    assert delays == [0.5, 1.0, 2.0]
+
+
+def test_the_guardian_kills_only_groups_that_were_announced_and_not_taken_back() -> None:
+    assert living_groups(["+12\n", "+13\n", "-12\n", "nonsense\n", "+1\n", "+0\n", "+x\n"]) == {13}
