@@ -10,7 +10,6 @@ starting again cannot help; 130 stopped by a signal.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from configs import ConfigError, RunConfig, load_config
+from configs.secrets import REDIS_PASSWORD, read_secret
 
 app = typer.Typer(
     name="lagrange",
@@ -87,11 +87,20 @@ def schema() -> None:
 
 
 @app.command()
+def init(config: ConfigOption) -> None:
+    """Prepare a run that an orchestrator starts process by process: folder, tiny model, records in Redis."""
+    from services.deployment import initialise  # noqa: PLC0415
+
+    made = initialise(config)
+    typer.echo(f"run {made.run.id} is ready: {made.run.folder}, model {made.model.path}")
+
+
+@app.command()
 def engine(config: ConfigOption, index: IndexOption = 0) -> None:
     """Start one SGLang engine and register it."""
     from rollout import engine as process  # noqa: PLC0415
 
-    raise typer.Exit(process.main(load_config(config), index))
+    raise typer.Exit(process.main(process_config(config), index))
 
 
 @app.command()
@@ -99,7 +108,7 @@ def rollout(config: ConfigOption, index: IndexOption = 0) -> None:
     """Start one rollout worker."""
     from rollout import worker as process  # noqa: PLC0415
 
-    raise typer.Exit(process.main(load_config(config), index))
+    raise typer.Exit(process.main(process_config(config), index))
 
 
 @app.command()
@@ -107,7 +116,7 @@ def trainer(config: ConfigOption) -> None:
     """Start the trainer, with all its ranks on this machine."""
     from trainer import main as process  # noqa: PLC0415
 
-    raise typer.Exit(process.run(load_config(config)))
+    raise typer.Exit(process.run(process_config(config)))
 
 
 @app.command("weight-sync")
@@ -115,7 +124,7 @@ def weight_sync(config: ConfigOption) -> None:
     """Start the service that carries new versions to the engines."""
     from services.weight_sync import main as process  # noqa: PLC0415
 
-    raise typer.Exit(process.run(load_config(config)))
+    raise typer.Exit(process.run(process_config(config)))
 
 
 @app.command()
@@ -123,7 +132,7 @@ def monitor(config: ConfigOption) -> None:
     """Start the service that shows queue, staleness and ledger over HTTP."""
     from services.monitor import main as process  # noqa: PLC0415
 
-    raise typer.Exit(process.run(load_config(config)))
+    raise typer.Exit(process.run(process_config(config)))
 
 
 @app.command()
@@ -139,7 +148,7 @@ def status(folder: RunArgument) -> None:
     broker = Broker.connect(
         config.redis.url,
         config.run.id,
-        password=os.environ.get("LAGRANGE_REDIS_PASSWORD"),
+        password=read_secret(REDIS_PASSWORD),
         timeout_s=config.redis.timeout_s,
     )
     try:
@@ -159,6 +168,13 @@ def report(folder: RunArgument) -> None:
     from services.local.report import draw_report  # noqa: PLC0415
 
     typer.echo(str(draw_report(folder, run_config(folder))))
+
+
+def process_config(file: Path) -> RunConfig:
+    """The configuration of one process of a run. Raises ConfigError."""
+    from services.deployment import process_config as derive  # noqa: PLC0415 - `check` and `schema` need no Redis client
+
+    return derive(file)
 
 
 def run_config(folder: Path) -> RunConfig:

@@ -1,0 +1,141 @@
+#!/opt/lagrange/bin/python3
+"""`lagrange-probe [ROLE]`: is this container's process well? Exit code 0: yes; 1: no, and one line says why.
+
+    lagrange-probe engine              what a health check runs (weight-sync, monitor, trainer, rollout alike)
+    lagrange-probe init --wait 600     until `lagrange init` has prepared the run
+    lagrange-probe drain --wait 120    take this container's engine out of the registry, wait until it has nothing to do
+
+Invariant: only `drain` changes anything. engine, weight-sync and monitor are asked over HTTP on this machine; trainer and
+rollout, which serve nothing, are well if Redis heard of them lately. Without ROLE (an image's own HEALTHCHECK) it is the
+one that the container runs, as the arguments of process 1 say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from broker.queue import Broker
+from broker.types import Snapshot
+from configs import RunConfig
+from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
+from services.deployment import process_config
+
+T = TypeVar("T")
+TIMEOUT_S = 4.0
+FRESH_MS = 15_000
+CONFIG = Path(os.environ.get("LAGRANGE_CONFIG", "/etc/lagrange/config.yaml"))
+PATHS = {"engine": "/health", "weight-sync": "/readyz", "monitor": "/readyz"}
+ROLES = (*PATHS, "trainer", "rollout")
+
+
+class NotWell(Exception):
+    """The message says what is wrong."""
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="lagrange-probe")
+    parser.add_argument("role", nargs="?", choices=(*ROLES, "init", "drain"))
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds to go on asking")
+    options = parser.parse_args()
+    role = options.role or role_of_container(Path("/proc/1/cmdline").read_bytes())
+    end = time.monotonic() + options.wait
+    while True:
+        try:
+            probe(role, process_config(CONFIG))
+        except Exception as error:
+            if time.monotonic() >= end:
+                sys.stderr.write(f"{role}: {type(error).__name__}: {error}\n")
+                return 1
+            time.sleep(1.0)
+        else:
+            return 0
+
+
+def role_of_container(command: bytes) -> str:
+    """The role among the arguments of process 1: `lagrange ROLE --config ...`, maybe behind an init."""
+    words = command.decode(errors="replace").split("\0")
+    return next((word for word in words if word in ROLES), "unknown")
+
+
+def probe(role: str, config: RunConfig) -> None:
+    """Raises unless all is well."""
+    if role in PATHS:
+        port = {"engine": config.engine, "weight-sync": config.weight_sync, "monitor": config.monitor}[role].port
+        get(f"http://127.0.0.1:{port}{PATHS[role]}")
+    elif role == "trainer":
+        trainer_is_attached(with_broker(config, Broker.snapshot))
+    elif role == "rollout":
+        worker_beats(with_broker(config, Broker.snapshot), socket.gethostname())
+    elif role == "init":
+        with_broker(config, Broker.snapshot)
+        if config.model.path is None or not (config.model.path / "config.json").is_file():
+            raise NotWell(f"{config.model.path} holds no model")
+    elif role == "drain":
+        drain(config)
+    else:
+        raise NotWell("the container runs none of " + ", ".join(ROLES))
+
+
+def trainer_is_attached(snapshot: Snapshot) -> None:
+    """A trainer holds the run's lease, or the run needs none any more."""
+    left = snapshot.counters.get("trainer_lease_left_ms", 0.0)
+    if snapshot.status != "finished" and (snapshot.epoch == 0 or left <= 0):
+        raise NotWell(f"no trainer renewed its lease: {left:.0f} ms left, epoch {snapshot.epoch}")
+
+
+def worker_beats(snapshot: Snapshot, host: str) -> None:
+    """A worker of this host said lately that it lives, or the run needs none any more."""
+    ages = [
+        snapshot.time_ms - float(facts.get("heartbeat_ms", 0))
+        for name, facts in snapshot.workers.items()
+        if f"@{host}-" in name
+    ]
+    if snapshot.status != "finished" and min(ages, default=float("inf")) > FRESH_MS:
+        raise NotWell(f"no heartbeat from {host} within {FRESH_MS} ms")
+
+
+def drain(config: RunConfig) -> None:
+    """Leave the registry, so that no worker picks this engine any more; raise while requests still run."""
+    host = os.environ.get("LAGRANGE_ADVERTISE_HOST") or socket.gethostname()
+    mine = f"//{host}:{config.engine.port}"
+
+    def leave(broker: Broker) -> None:
+        for record in broker.engines():
+            if mine in record.url:
+                broker.remove_engine(record.engine_id)
+
+    with_broker(config, leave)
+    running = get(f"http://127.0.0.1:{config.engine.port}/get_load")
+    if running.count(b'"num_reqs":0') + running.count(b'"num_reqs": 0') < running.count(b'"num_reqs"'):
+        raise NotWell("requests are still running")
+
+
+def with_broker(config: RunConfig, ask: Callable[[Broker], T]) -> T:
+    """What `ask` says of the run in Redis."""
+    assert config.redis.url is not None
+    broker = Broker.connect(config.redis.url, config.run.id, password=read_secret(REDIS_PASSWORD), timeout_s=TIMEOUT_S)
+    try:
+        return ask(broker)
+    finally:
+        broker.close()
+
+
+def get(url: str) -> bytes:
+    """The body that `url` answers within TIMEOUT_S; raises for everything but 2xx."""
+    key = read_secret(ENGINE_API_KEY)
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=TIMEOUT_S) as answer:
+        return bytes(answer.read())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
