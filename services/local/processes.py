@@ -148,7 +148,7 @@ def explain_log(log: Path, lines: int = 8) -> str:
     for line in reversed(whole[-lines:]):
         record = _record(line)
         if record.get("level") in ("error", "critical"):
-            return ": ".join(str(record[key]) for key in ("event", "error", "detail") if record.get(key))
+            return ": ".join(str(record[key]) for key in ("event", "problem", "error", "detail") if record.get(key))
     return "\n".join(whole[-lines:])
 
 

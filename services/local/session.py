@@ -20,6 +20,7 @@ from rich.live import Live
 from broker.errors import BrokerError, BrokerUnavailable
 from broker.queue import Broker
 from broker.types import Snapshot
+from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import CannotStart, Role, embeds_redis, roles
 from services.local.live import LiveView, ProcessFacts, plain_line, screen, view_of
 from services.local.metrics import MetricsTail
@@ -30,7 +31,7 @@ from services.local.supervision import (
     End,
     Ended,
     History,
-    Restart,
+    Leave,
     RestartPolicy,
     after_exit,
     describe_exit,
@@ -142,7 +143,12 @@ class Session:
         from broker import server  # noqa: PLC0415 - only an embedded Redis needs it
 
         config = self._plan.config
-        return server.command(self._plan.folder / "redis", config.redis.port, config.redis.max_memory_mb)
+        return server.command(
+            self._plan.folder / "redis",
+            config.redis.port,
+            config.redis.max_memory_mb,
+            password=read_secret(REDIS_PASSWORD),
+        )
 
     def _connect(self) -> Broker:
         """Connect to Redis, waiting for an embedded one to listen. Raises CannotStart."""
@@ -154,7 +160,7 @@ class Session:
                 return Broker.connect(
                     address,
                     config.run.id,
-                    password=os.environ.get("LAGRANGE_REDIS_PASSWORD"),
+                    password=read_secret(REDIS_PASSWORD),
                     timeout_s=config.redis.timeout_s,
                 )
             except BrokerUnavailable as error:
@@ -205,7 +211,7 @@ class Session:
             code = child.exit_code()
             if code is None:
                 continue
-            if name == "trainer" and code == 0:
+            if code == 0:  # done, or told to end: the latest snapshot knows which
                 self._look()
             ended = Ended(name, code, finished=self._finished(), served=name in self._served)
             history = self._histories.get(name, History())
@@ -216,7 +222,8 @@ class Session:
                     why = explain_log(child.log)
                     return End(decision.code, f"{decision.why}.\n{why}\nLog: {child.log}", "failed")
                 return decision
-            assert isinstance(decision, Restart)
+            if isinstance(decision, Leave):
+                continue
             self._histories[name] = recorded(history, decision.at, now, self._settings.policy)
             self._due[name] = decision.at
             self._tell(f"{name} ended ({describe_exit(code)}) and is started again; log: {child.log}")

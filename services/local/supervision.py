@@ -40,6 +40,11 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """Its work is done; do not start it again."""
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """End the run. code: exit code of `lagrange up`. why: one sentence for the user."""
 
@@ -59,15 +64,15 @@ class Ended:
     served: bool = True
 
 
-def after_exit(ended: Ended, history: History, now: float, policy: RestartPolicy) -> Restart | End:
+def after_exit(ended: Ended, history: History, now: float, policy: RestartPolicy) -> Restart | Leave | End:
     """Decide what follows when a process ended.
 
     history: its restarts so far. now: monotonic seconds. A process that ends with 0 before the run is finished is
-    started again, since the run still needs it.
+    started again, since the run still needs it; afterwards it is left alone, and the trainer's end is the run's.
     """
     name, code = ended.name, ended.code
-    if name == "trainer" and code == 0 and ended.finished:
-        return End(0, "all steps are trained", "finished")
+    if code == 0 and ended.finished:
+        return End(0, "all steps are trained", "finished") if name == "trainer" else Leave()
     if code in (FATAL, USAGE):
         return End(code, f"{name} cannot go on ({describe_exit(code)})", "failed")
     if name.startswith("engine") and not ended.served:

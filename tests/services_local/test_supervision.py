@@ -12,6 +12,7 @@ from services.local.supervision import (
     End,
     Ended,
     History,
+    Leave,
     Restart,
     RestartPolicy,
     after_exit,
@@ -25,6 +26,11 @@ def test_a_trainer_that_ends_with_zero_after_its_last_step_finishes_the_run() ->
     assert after_exit(Ended("trainer", 0, finished=True), History(), 0.0, POLICY) == End(
         0, "all steps are trained", "finished"
     )
+
+
+def test_a_worker_that_ends_with_zero_when_the_run_is_finished_is_left_alone() -> None:
+    assert after_exit(Ended("worker-0", 0, finished=True), History(), 0.0, POLICY) == Leave()
+    assert isinstance(after_exit(Ended("worker-0", 0), History(), 0.0, POLICY), Restart)
 
 
 def test_a_trainer_that_ends_with_zero_before_its_last_step_is_started_again() -> None:
@@ -51,6 +57,7 @@ def test_no_process_is_started_again_more_often_than_the_policy_allows_in_any_wi
         decision = after_exit(Ended("worker-0", 1), history, now, POLICY)
         if isinstance(decision, End):
             break
+        assert isinstance(decision, Restart)
         assert POLICY.first_delay_s - 1e-9 <= decision.at - now <= POLICY.longest_delay_s + 1e-9
         history = recorded(history, decision.at, now, POLICY)
         starts.append(decision.at)
