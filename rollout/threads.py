@@ -39,4 +39,5 @@ async def in_thread(call: Callable[[], T], timeout_s: float) -> T:
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=body, daemon=True, name="blocking-call").start()
-    return await asyncio.wait_for(future, timeout_s)
+    async with asyncio.timeout(timeout_s):  # not wait_for, which before Python 3.12 may swallow a cancellation
+        return await future

@@ -80,13 +80,14 @@ class Worker:
         self._sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, checkpoint.stop_ids)
         self._pool = EnginePool(broker, connect, self._broker_s)
         self._held: dict[int, Held] = {}
+        self._asking: asyncio.Task[Ticket | Refused] | None = None
         self._free = asyncio.Semaphore(config.rollout.concurrent_groups)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until the run is finished or `stop` is set, then hand back what is still held."""
         heart = asyncio.create_task(self._beat_forever())
         work = asyncio.create_task(self._work())
-        told = asyncio.create_task(stop.wait())
+        told: asyncio.Task[object] = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({work, told, heart}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -94,9 +95,9 @@ class Worker:
             if heart.done():
                 heart.result()
         finally:
-            work.cancel()
-            told.cancel()
-            heart.cancel()
+            for task in (work, told, heart):
+                task.cancel()
+            await asyncio.wait({work, told, heart}, timeout=1.0)
             await self._hand_back()
             await self._pool.close()
 
@@ -130,7 +131,9 @@ class Worker:
             try:
                 engine = await self._pool.pick(at_least=newest_refused + 1)
                 if engine is not None:
-                    answer = await self._ask(partial(self._broker.admit, self.name, engine.engine_id))
+                    ask = self._ask(partial(self._broker.admit, self.name, engine.engine_id))
+                    self._asking = asyncio.create_task(ask)
+                    answer = await asyncio.shield(self._asking)  # cancelled or not, a ticket may come of it
                     if isinstance(answer, Ticket):
                         return answer, engine
                     reason, detail = answer.reason, answer.detail
@@ -278,14 +281,21 @@ class Worker:
 
     async def _hand_back(self) -> None:
         """Give back every ticket that is still held, within RELEASE_S."""
-        held = list(self._held.values())
-        for one in held:
-            one.task.cancel()
-        calls = [in_thread(partial(self._broker.release, one.ticket.group_id, self.name), RELEASE_S) for one in held]
+        held = {group_id: one.task for group_id, one in self._held.items()}
+        for task in held.values():
+            task.cancel()
+        waiting = {*held.values(), *([self._asking] if self._asking else [])}
+        if waiting:
+            await asyncio.wait(waiting, timeout=1.0)
+        ids = set(held)
+        if self._asking and self._asking.done() and not self._asking.cancelled() and not self._asking.exception():
+            answer = self._asking.result()
+            ids |= {answer.group_id} if isinstance(answer, Ticket) else set()
+        calls = [in_thread(partial(self._broker.release, group_id, self.name), RELEASE_S) for group_id in ids]
         results = await asyncio.gather(*calls, return_exceptions=True)
         lost = sum(isinstance(result, BaseException) for result in results)
-        if held:
-            LOG.info("tickets handed back", tickets=len(held) - lost, left_to_expire=lost)
+        if ids:
+            LOG.info("tickets handed back", tickets=results.count(True), left_to_expire=lost)
 
     async def _ask(self, call: Callable[[], T]) -> T:
         return await in_thread(call, self._broker_s)
