@@ -107,15 +107,23 @@ class EngineClient:
         return _acknowledged(await self._json("POST", "/pause_generation", self._timeouts.pause, {"mode": "abort"}))
 
     async def resume(self, tries: int = 3) -> Done[None] | Lost:
-        """Let requests through again; harmless for an engine that is not paused."""
+        """Let requests through again; harmless for an engine that is not paused. Done: it says that it takes them."""
         outcome: Done[None] | Lost = Lost("no try")
         for attempt in range(tries):
             outcome = _acknowledged(await self._json("POST", "/continue_generation", self._timeouts.probe, {}))
+            if isinstance(outcome, Done):
+                outcome = await self._takes_requests()
             if isinstance(outcome, Done) or outcome.refused:
                 return outcome
             if attempt + 1 < tries:
                 await asyncio.sleep(self._timeouts.poll * 2**attempt)
         return outcome
+
+    async def _takes_requests(self) -> Done[None] | Lost:
+        ready = await self._send("GET", "/ready", self._timeouts.probe)
+        if isinstance(ready, Lost):
+            return ready
+        return Lost("still paused after it was continued") if ready.value[0] == 503 else Done(None)
 
     async def load(self, folder: Path, version: int) -> Done[None] | Lost:
         """Load the weights of `folder` (absolute, as the engine sees it), flush the cache, and name them `version`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from broker.types import EngineState
 from services.weight_sync.member import Member
@@ -19,14 +19,14 @@ def render(reconciler: Reconciler) -> bytes:
     """The exposition text."""
     registry = CollectorRegistry()
     registry.register(_Figures(reconciler))
-    return generate_latest(registry)
+    return bytes(generate_latest(registry))
 
 
-class _Figures(Collector):
+class _Figures:
     def __init__(self, reconciler: Reconciler) -> None:
         self._reconciler = reconciler
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Any]:
         r, totals = self._reconciler, self._reconciler.totals
         published, staged = r.published, r.staged
         yield _gauge("published_version", "Newest published version, -1: none.", published.version if published else -1)
@@ -41,13 +41,13 @@ class _Figures(Collector):
         yield from _of_engines(list(r.members.values()))
 
 
-def _of_engines(members: list[Member]) -> Iterator[Metric]:
+def _of_engines(members: list[Member]) -> Iterator[Any]:
     state = GaugeMetricFamily(PREFIX + "engine_state", "1 for the state an engine is in.", labels=["engine", "state"])
     for member in members:
-        for name in EngineState:
-            state.add_metric([member.shown.engine_id, name], float(member.shown.state is name))
+        for one in EngineState:
+            state.add_metric([member.shown.engine_id, one.value], float(member.shown.state is one))
     yield state
-    gauges = {
+    gauges: dict[str, tuple[str, Callable[[Member], float]]] = {
         "engine_version": ("Confirmed version, -1: none.", lambda m: m.shown.version),
         "engine_may_be_paused": (
             "1 while a pause was sent and no continue is confirmed.",
@@ -68,7 +68,7 @@ def _of_engines(members: list[Member]) -> Iterator[Metric]:
         for member in members:
             gauge.add_metric([member.shown.engine_id], float(value(member)))
         yield gauge
-    counters = {
+    counters: dict[str, tuple[str, Callable[[Member], float]]] = {
         "engine_updates": ("Times that a version was confirmed.", lambda m: m.figures.updates),
         "engine_failures": ("Updates that failed.", lambda m: m.figures.failures),
         "engine_silent_probes": ("Probes without an answer.", lambda m: m.figures.silent_probes),
@@ -87,9 +87,9 @@ def _of_engines(members: list[Member]) -> Iterator[Metric]:
         yield counter
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
+def _gauge(name: str, text: str, value: float) -> Any:
     return GaugeMetricFamily(PREFIX + name, text, value=float(value))
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
+def _counter(name: str, text: str, value: float) -> Any:
     return CounterMetricFamily(PREFIX + name, text, value=float(value))

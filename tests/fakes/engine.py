@@ -337,9 +337,12 @@ def _application(engine: FakeEngine) -> FastAPI:
 
     @app.get("/health")
     @app.get("/health_generate")
-    @app.get("/ready")
     async def health() -> Response:
         return Response(status_code=200 if engine.healthy and engine.paused != "in_place" else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:  # seen in 0.5.23: 503 in every pause mode, 200 after continue
+        return Response(status_code=200 if engine.healthy and engine.paused is None else 503)
 
     @app.post("/pause_generation")
     async def pause(request: Request) -> Any:

@@ -1,0 +1,206 @@
+"""One verdict in words on how the run goes, with the figures it comes from and what to change.
+
+Pure: a snapshot, an earlier one and the last step records go in. The first finding that applies is the verdict, in the
+order unstable, sync-bound, stale, starved, saturated: what endangers learning comes before what only costs time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+
+from pydantic import BaseModel, Field
+
+from broker.types import EngineState, Snapshot
+from services.monitor.figures import blocked_share, capacity, in_flight, mean, number, stale_share, wait_share
+
+Records = Sequence[Mapping[str, object]]
+
+
+class Verdict(StrEnum):
+    """What the run suffers from."""
+
+    UNSTABLE = "unstable"
+    SYNC_BOUND = "sync-bound"
+    STALE = "stale"
+    STARVED = "starved"
+    SATURATED = "saturated"
+    HEALTHY = "healthy"
+    NOT_RUNNING = "not-running"
+
+
+class Bands(BaseModel):
+    """Where a figure stops being normal. Shares lie between 0 and 1."""
+
+    wait_share: float = 0.25
+    blocked_share: float = 0.5
+    stale_share: float = 0.05
+    publish_lag_intervals: float = 2.0
+    gate_rate: float = 0.5
+    log_ratio_abs_mean: float = 0.5
+    ess: float = 0.3
+    entropy: float = 1e-5
+
+
+class Finding(BaseModel):
+    """One thing that is out of its band."""
+
+    verdict: Verdict
+    because: str = Field(examples=["the trainer waits 61 % of its time for groups"])
+    change: str = Field(examples=["add 2 engines"])
+
+
+class Diagnosis(BaseModel):
+    """The verdict, all findings, and the figures that were looked at (null: not known yet)."""
+
+    verdict: Verdict
+    headline: str = Field(examples=["starved: the trainer waits 61 % of its time for groups; add 2 engines"])
+    findings: list[Finding]
+    figures: dict[str, float | None]
+    bands: Bands
+
+
+def diagnose(now: Snapshot, before: Snapshot | None, records: Records, bands: Bands | None = None) -> Diagnosis:
+    """Diagnose a run. before: a snapshot of about a minute ago, or None. records: of the last steps, any order."""
+    bands = bands or Bands()
+    figures = figures_of(now, before, records)
+    tests: tuple[Callable[[Snapshot, Mapping[str, float | None], Bands], Finding | None], ...] = (
+        _unstable,
+        _sync_bound,
+        _stale,
+        _starved,
+        _saturated,
+    )
+    findings = [finding for test in tests if (finding := test(now, figures, bands)) is not None]
+    if now.status != "running":
+        verdict, headline = Verdict.NOT_RUNNING, f"the run is {now.status}"
+    elif findings:
+        verdict = findings[0].verdict
+        headline = f"{verdict}: {findings[0].because}; {findings[0].change}"
+    else:
+        verdict, headline = Verdict.HEALTHY, "healthy: every figure is inside its band"
+    return Diagnosis(verdict=verdict, headline=headline, findings=findings, figures=figures, bands=bands)
+
+
+def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict[str, float | None]:
+    """All figures that the verdict looks at; null where nothing is known yet."""
+    routable = [engine for engine in now.engines if engine.routable]
+    known = {
+        key: mean(number(r, key) for r in records) for key in ("gate_rate", "log_ratio_abs_mean", "ess", "entropy")
+    }
+    nonfinite = [value for r in records if (value := number(r, "nonfinite_fraction")) is not None]
+    return {
+        "trainer_wait_share": wait_share(records),
+        "admission_blocked_share": blocked_share(now, before),
+        "stale_share": stale_share(now, before),
+        "publish_lag_max": float(max(now.published - e.version for e in routable)) if routable else None,
+        "engines": float(len([e for e in now.engines if e.state is not EngineState.GONE])),
+        "engines_routable": float(len(routable)),
+        "groups_in_flight": float(in_flight(now)),
+        "groups_in_flight_limit": float(capacity(now)),
+        "nonfinite_fraction_max": max(nonfinite, default=None),
+        **known,
+    }
+
+
+def _unstable(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+    out = [
+        (_above(f["nonfinite_fraction_max"], 0.0), "some log-ratios are not finite", "look at the saved batch"),
+        (
+            _above(f["log_ratio_abs_mean"], bands.log_ratio_abs_mean),
+            f"mean |log-ratio| is {_short(f['log_ratio_abs_mean'])}",
+            "lower trainer.optimizer.learning_rate or lag.max",
+        ),
+        (
+            _above(f["gate_rate"], bands.gate_rate),
+            f"SAT gates {_percent(f['gate_rate'])} of the tokens",
+            "lower trainer.optimizer.learning_rate or lag.max",
+        ),
+        (
+            _above(bands.ess, f["ess"]),
+            f"the effective sample size is {_percent(f['ess'])} of the tokens",
+            "lower lag.max or trainer.optimizer.learning_rate",
+        ),
+        (
+            _above(bands.entropy, f["entropy"]),
+            f"the policy's entropy is {_short(f['entropy'])}",
+            "set trainer.loss.entropy_coefficient or lower the learning rate",
+        ),
+    ]
+    return next((Finding(verdict=Verdict.UNSTABLE, because=b, change=c) for hit, b, c in out if hit), None)
+
+
+def _sync_bound(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+    if now.published >= 0 and f["engines"] and not f["engines_routable"]:
+        states = ", ".join(sorted({str(e.state) for e in now.engines}))
+        return Finding(
+            verdict=Verdict.SYNC_BOUND,
+            because=f"no engine is routable ({states})",
+            change="see weight-sync's GET /v1/engines for the reason",
+        )
+    behind, allowed = f["publish_lag_max"], bands.publish_lag_intervals * now.publish_interval
+    if behind is not None and behind >= allowed:
+        return Finding(
+            verdict=Verdict.SYNC_BOUND,
+            because=f"an engine is {behind:.0f} versions behind the published one",
+            change="raise weights.publish_interval, or set weights.pause: abort if drains take long",
+        )
+    return None
+
+
+def _stale(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+    share = f["stale_share"]
+    if not _above(share, bands.stale_share):
+        return None
+    return Finding(
+        verdict=Verdict.STALE,
+        because=f"{_percent(share)} of the sampled tokens went past the bound of {now.max_lag}",
+        change="raise lag.max, or shorten rollouts (rollout.max_new_tokens) or use fewer engines",
+    )
+
+
+def _starved(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+    share = f["trainer_wait_share"]
+    if share is None or share <= bands.wait_share:
+        return None
+    because = f"the trainer waits {_percent(share)} of its time for groups"
+    if not f["engines_routable"]:
+        return Finding(verdict=Verdict.STARVED, because=because, change="start an engine")
+    if in_flight(now) >= capacity(now):
+        change = f"raise lag.max above {now.max_lag}: the bound holds back the next groups while these are sampled"
+    else:
+        more = more_engines(share, int(f["engines_routable"] or 0))
+        change = f"add {more} engine{'s' if more > 1 else ''} or raise rollout.concurrent_groups"
+    return Finding(verdict=Verdict.STARVED, because=because, change=change)
+
+
+def more_engines(share: float, engines: int) -> int:
+    """Engines to add so that the wait would vanish, if sampling scales with engines: they deliver 1 - share of the need."""
+    return max(1, math.ceil(engines * (1 / (1 - min(share, 0.99)) - 1) - 1e-9))
+
+
+def _saturated(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+    share, wait = f["admission_blocked_share"], f["trainer_wait_share"]
+    blocked = _above(share, bands.blocked_share)
+    full = now.groups.ready >= max(1, now.max_lag) * now.groups_per_step and in_flight(now) >= capacity(now)
+    if not (blocked or full) or _above(wait, bands.wait_share):
+        return None
+    because = f"workers wait {_percent(share)} of their time for leave to start" if blocked else "the queue is full"
+    return Finding(
+        verdict=Verdict.SATURATED,
+        because=because,
+        change="use fewer engines, add trainer ranks, or raise lag.max if staleness allows",
+    )
+
+
+def _above(value: float | None, limit: float | None) -> bool:
+    return value is not None and limit is not None and value > limit
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.0%}".replace("%", " %")
+
+
+def _short(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2g}"

@@ -1,0 +1,107 @@
+"""Arithmetic behind the pages: distributions, shares, finite numbers. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from pydantic import BaseModel, Field
+
+from broker.types import Snapshot
+
+
+class Distribution(BaseModel):
+    """Of `count` things: smallest, mean, median, 95th percentile (nearest rank) and largest value."""
+
+    count: int = Field(examples=[64])
+    min: float = Field(examples=[0])
+    mean: float = Field(examples=[1.2])
+    p50: float = Field(examples=[1])
+    p95: float = Field(examples=[3])
+    max: float = Field(examples=[4])
+
+
+def distribution(counts: Mapping[int, int]) -> Distribution | None:
+    """Value -> how often, as a distribution; None if there is nothing (no sentinels)."""
+    values = sorted((value, n) for value, n in counts.items() if n > 0)
+    total = sum(n for _, n in values)
+    if not total:
+        return None
+    return Distribution(
+        count=total,
+        min=values[0][0],
+        mean=sum(value * n for value, n in values) / total,
+        p50=_nearest_rank(values, 0.50, total),
+        p95=_nearest_rank(values, 0.95, total),
+        max=values[-1][0],
+    )
+
+
+def _nearest_rank(values: Sequence[tuple[int, int]], share: float, total: int) -> int:
+    rank, seen = max(1, math.ceil(share * total)), 0
+    for value, n in values:
+        seen += n
+        if seen >= rank:
+            return value
+    raise AssertionError("the counts do not add up to their total")
+
+
+def number(record: Mapping[str, object], key: str) -> float | None:
+    """A finite number of a record, None if there is none."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of what is there."""
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
+
+
+def finite(value: object) -> object:
+    """A copy in which every number that JSON cannot hold is None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def wait_share(records: Sequence[Mapping[str, object]]) -> float | None:
+    """Share of the trainer's time that it waited for groups, over these step records; None without records."""
+    waits, steps = 0.0, 0.0
+    for record in records:
+        wait, step = number(record, "wait_s"), number(record, "step_s")
+        if wait is not None and step is not None and step > 0:
+            waits, steps = waits + wait, steps + max(wait, step)
+    return waits / steps if steps else None
+
+
+def stale_share(now: Snapshot, before: Snapshot | None) -> float | None:
+    """Share of trainable tokens that went stale, of all that were trained or went stale since `before` (None: ever)."""
+    stale, used = now.tokens.stale, now.tokens.trained
+    if before is not None and before.tokens.stale <= stale and before.tokens.trained <= used:
+        stale, used = stale - before.tokens.stale, used - before.tokens.trained
+    return stale / (stale + used) if stale + used else None
+
+
+def blocked_share(now: Snapshot, before: Snapshot | None) -> float | None:
+    """Share of the workers' time that they waited for admission since `before`; None if that is not known."""
+    if before is None or not now.workers or now.time_ms <= before.time_ms:
+        return None
+    waited = now.counters.get("admission_wait_seconds", 0.0) - before.counters.get("admission_wait_seconds", 0.0)
+    return min(1.0, max(0.0, waited / ((now.time_ms - before.time_ms) / 1000 * len(now.workers))))
+
+
+def capacity(snapshot: Snapshot) -> int:
+    """Groups that may be in flight: (max_lag + 1) x groups per step (docs/lag-bound.md)."""
+    return (snapshot.max_lag + 1) * snapshot.groups_per_step
+
+
+def in_flight(snapshot: Snapshot) -> int:
+    """Groups that were started and neither trained nor dropped."""
+    return snapshot.groups.generating + snapshot.groups.ready + snapshot.groups.leased

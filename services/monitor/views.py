@@ -1,0 +1,332 @@
+"""From a snapshot to what each endpoint answers. Pure.
+
+Invariant: every answer carries the time and the version of the one snapshot that all its numbers come from. Policy lag
+(trainer's version less the version that sampled) and publish lag (published version less an engine's) are never mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from broker.types import EngineRecord, LagCount, Snapshot, Tally
+from services.monitor.diagnosis import Diagnosis, Records, diagnose
+from services.monitor.figures import Distribution, capacity, distribution, finite, in_flight, number, wait_share
+
+
+class Answer(BaseModel):
+    """What every answer begins with. time_ms: Redis server time of the snapshot; version: the trainer's version then."""
+
+    run: str = Field(examples=["local-1129-2030"])
+    time_ms: int = Field(examples=[1795984726000])
+    version: int = Field(examples=[42])
+
+
+class TallyAnswer(BaseModel):
+    """issued = generating + ready + leased + trained + filtered + stale + failed; `closes` says whether it is so."""
+
+    issued: int
+    generating: int
+    ready: int
+    leased: int
+    trained: int
+    durable: int = Field(description="Part of trained + filtered that no crash can take back.")
+    filtered: int
+    stale: int
+    failed: int
+    closes: bool
+
+
+class LagBucket(BaseModel):
+    """Groups and trainable tokens at one lag, in versions."""
+
+    lag: int
+    groups: int
+    tokens: int
+
+
+class Lags(BaseModel):
+    """Policy lag of some groups: by lag, and as distributions over groups and over tokens (null: there are none)."""
+
+    by_lag: list[LagBucket]
+    groups: Distribution | None
+    tokens: Distribution | None
+
+
+class TimeInQueue(BaseModel):
+    """Seconds. oldest, mean: of what waits now, null if nothing does; trained_mean: of all that was trained."""
+
+    oldest_seconds: float | None
+    mean_seconds: float | None
+    trained_mean_seconds: float | None
+
+
+class QueueAnswer(Answer):
+    """What is on its way to the trainer."""
+
+    ready_groups: int = Field(description="Groups that wait for the trainer.")
+    ready_tokens: int
+    generating_groups: int
+    leased_groups: int
+    in_flight_groups: int
+    in_flight_limit: int = Field(description="(max_lag + 1) x groups per step.")
+    payload_bytes: int
+    admission_paused: bool
+    dead_letters: int
+    time_in_queue: TimeInQueue
+
+
+class PublishLag(BaseModel):
+    """How far an engine is behind the published version; null while none is confirmed."""
+
+    engine_id: str
+    state: str
+    version: int
+    publish_lag: int | None
+
+
+class StalenessAnswer(QueueAnswer):
+    """How old what waits is, and how old what was trained was."""
+
+    max_lag: int
+    groups: TallyAnswer
+    tokens: TallyAnswer
+    closes: bool = Field(description="Both ledgers close.")
+    waiting: Lags
+    trained: Lags
+    publish_lag: list[PublishLag]
+
+
+class RunAnswer(Answer):
+    """Where the run is."""
+
+    status: str = Field(examples=["running"])
+    step: int
+    steps_total: int
+    durable_step: int
+    published: int
+    highest_version: int
+    max_lag: int
+    groups_per_step: int
+    publish_interval: int
+    epoch: int
+    admission_paused: bool
+    reward_mean: float | None
+
+
+class EngineAnswer(PublishLag):
+    """One engine. since_seconds: time in this state."""
+
+    routable: bool
+    detail: str
+    since_seconds: float | None
+
+
+class EnginesAnswer(Answer):
+    """Engines and rollout workers. workers: what each said of itself in its last heartbeat."""
+
+    published: int
+    engines: list[EngineAnswer]
+    workers: dict[str, dict[str, float | int | str | None]]
+
+
+class TrainerAnswer(Answer):
+    """The trainer. metrics: its last step record; wait_share: over the last steps."""
+
+    step: int
+    steps_total: int
+    durable_step: int
+    epoch: int
+    lease_left_seconds: float | None
+    wait_share: float | None
+    metrics: dict[str, Any]
+
+
+class LedgerAnswer(Answer):
+    """Every issued group and token, and where it went."""
+
+    groups: TallyAnswer
+    tokens: TallyAnswer
+    closes: bool
+
+
+class DiagnosisAnswer(Answer):
+    """The verdict."""
+
+    diagnosis: Diagnosis
+
+
+class Overview(Answer):
+    """All that the live page shows, from one snapshot. history: the last steps, oldest first."""
+
+    progress: RunAnswer
+    staleness: StalenessAnswer
+    fleet: EnginesAnswer
+    trainer: TrainerAnswer
+    diagnosis: Diagnosis
+    history: dict[str, list[float | None]]
+
+
+def _base(s: Snapshot) -> dict[str, Any]:
+    return {"run": s.run, "time_ms": s.time_ms, "version": s.version}
+
+
+def tally(t: Tally) -> TallyAnswer:
+    """A ledger with whether it closes."""
+    fields = {name: getattr(t, name) for name in TallyAnswer.model_fields if name != "closes"}
+    return TallyAnswer(**fields, closes=t.closes)
+
+
+def lags(by_lag: Mapping[int, LagCount]) -> Lags:
+    """Lag -> what has it, as buckets by rising lag and distributions."""
+    return Lags(
+        by_lag=[
+            LagBucket(lag=k, groups=c.groups, tokens=c.tokens)
+            for k, c in sorted(by_lag.items())
+            if c.groups or c.tokens
+        ],
+        groups=distribution({lag: count.groups for lag, count in by_lag.items()}),
+        tokens=distribution({lag: count.tokens for lag, count in by_lag.items()}),
+    )
+
+
+def waiting_by_lag(s: Snapshot) -> dict[int, LagCount]:
+    """What waits, by the lag that it would have if it were trained now: the trainer's version less its oldest version."""
+    return {s.version - oldest: count for oldest, count in s.ready_by_version.items()}
+
+
+def queue(s: Snapshot) -> QueueAnswer:
+    """GET /v1/queue."""
+    return QueueAnswer(**_queue(s))
+
+
+def _queue(s: Snapshot) -> dict[str, Any]:
+    waits, trained = s.groups.ready > 0, s.groups.trained + s.groups.filtered > 0
+    return {
+        **_base(s),
+        "ready_groups": s.groups.ready,
+        "ready_tokens": s.tokens.ready,
+        "generating_groups": s.groups.generating,
+        "leased_groups": s.groups.leased,
+        "in_flight_groups": in_flight(s),
+        "in_flight_limit": capacity(s),
+        "payload_bytes": s.payload_bytes,
+        "admission_paused": s.admission_paused,
+        "dead_letters": s.dead_letters,
+        "time_in_queue": TimeInQueue(
+            oldest_seconds=s.oldest_ready_ms / 1000 if waits else None,
+            mean_seconds=s.mean_ready_ms / 1000 if waits else None,
+            trained_mean_seconds=s.mean_trained_wait_ms / 1000 if trained else None,
+        ),
+    }
+
+
+def staleness(s: Snapshot) -> StalenessAnswer:
+    """GET /v1/staleness."""
+    return StalenessAnswer(
+        **_queue(s),
+        max_lag=s.max_lag,
+        groups=tally(s.groups),
+        tokens=tally(s.tokens),
+        closes=s.groups.closes and s.tokens.closes,
+        waiting=lags(waiting_by_lag(s)),
+        trained=lags(s.trained_by_lag),
+        publish_lag=[PublishLag(**_publish_lag(s, engine)) for engine in s.engines],
+    )
+
+
+def _publish_lag(s: Snapshot, engine: EngineRecord) -> dict[str, Any]:
+    known = engine.version >= 0 and s.published >= 0
+    return {
+        "engine_id": engine.engine_id,
+        "state": engine.state.value,
+        "version": engine.version,
+        "publish_lag": s.published - engine.version if known else None,
+    }
+
+
+def run(s: Snapshot) -> RunAnswer:
+    """GET /v1/run."""
+    same = {name: getattr(s, name) for name in RunAnswer.model_fields if name not in ("reward_mean",)}
+    return RunAnswer(**same, reward_mean=number(s.metrics, "reward_mean"))
+
+
+def engines(s: Snapshot) -> EnginesAnswer:
+    """GET /v1/engines."""
+    return EnginesAnswer(
+        **_base(s),
+        published=s.published,
+        engines=[
+            EngineAnswer(
+                **_publish_lag(s, engine),
+                routable=engine.routable,
+                detail=engine.detail,
+                since_seconds=(s.time_ms - engine.since_ms) / 1000 if engine.since_ms else None,
+            )
+            for engine in s.engines
+        ],
+        workers={name: _flat(stats) for name, stats in s.workers.items()},
+    )
+
+
+def _flat(stats: Mapping[str, Any]) -> dict[str, float | int | str | None]:
+    return {str(k): v for k, v in stats.items() if isinstance(finite(v), float | int | str | None)}
+
+
+def trainer(s: Snapshot, records: Records) -> TrainerAnswer:
+    """GET /v1/trainer."""
+    left = s.counters.get("trainer_lease_left_ms")
+    metrics = finite(s.metrics)
+    assert isinstance(metrics, dict)
+    return TrainerAnswer(
+        **_base(s),
+        step=s.step,
+        steps_total=s.steps_total,
+        durable_step=s.durable_step,
+        epoch=s.epoch,
+        lease_left_seconds=None if left is None else left / 1000,
+        wait_share=wait_share(records),
+        metrics=metrics,
+    )
+
+
+def ledger(s: Snapshot) -> LedgerAnswer:
+    """GET /v1/ledger."""
+    closes = s.groups.closes and s.tokens.closes
+    return LedgerAnswer(**_base(s), groups=tally(s.groups), tokens=tally(s.tokens), closes=closes)
+
+
+HISTORY = ("step", "reward_mean", "lag_mean", "lag_max", "wait_s", "step_s", "log_ratio_abs_mean", "gate_rate")
+
+
+def history(records: Records) -> dict[str, list[float | None]]:
+    """Step records as columns by rising step; of two records of one step the newer (first given) counts."""
+    by_step: dict[float, Mapping[str, object]] = {}
+    for record in records:
+        step = number(record, "step")
+        if step is not None:
+            by_step.setdefault(step, record)
+    return {key: [number(by_step[step], key) for step in sorted(by_step)] for key in HISTORY}
+
+
+RECENT_STEPS = 20
+
+
+def diagnosis(s: Snapshot, before: Snapshot | None, records: Records) -> DiagnosisAnswer:
+    """GET /v1/diagnosis. records: newest first; the last RECENT_STEPS count."""
+    return DiagnosisAnswer(**_base(s), diagnosis=diagnose(s, before, records[:RECENT_STEPS]))
+
+
+def overview(s: Snapshot, before: Snapshot | None, records: Records) -> Overview:
+    """GET /v1/overview: what the page shows."""
+    return Overview(
+        **_base(s),
+        progress=run(s),
+        staleness=staleness(s),
+        fleet=engines(s),
+        trainer=trainer(s, records[:RECENT_STEPS]),
+        diagnosis=diagnose(s, before, records[:RECENT_STEPS]),
+        history=history(records),
+    )

@@ -1,0 +1,221 @@
+"""Weight-sync against a real Redis and fake engines, with a fault at every step of an update."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from broker.types import EngineRecord, EngineState
+from tests.weight_sync.live import World, config, syncing, until, write_version
+
+CONTROL = [
+    "/model_info",
+    "/v1/loads",
+    "/pause_generation",
+    "/update_weights_from_disk",
+    "/weights_checker",
+    "/continue_generation",
+]
+FAULTS = {
+    "refused": {"kind": "drop"},
+    "black-hole": {"kind": "hang", "seconds": 3600.0},
+    "error": {"kind": "status", "code": 500},
+    "unreadable": {"kind": "garbage"},
+    "refused-after-applying": {"kind": "after", "code": 400, "body": {"success": False, "message": "x"}},
+    "says-so-without-doing": {"kind": "lie"},
+}
+
+
+async def test_a_published_version_reaches_the_engine_verified_with_the_cache_flushed_and_nothing_aborted(w: World):
+    engine = w.add_engine("e0")
+    record = w.publish()
+    async with syncing(w) as reconciler:
+        await until(lambda: w.serves("e0", record.version))
+        assert reconciler.members["e0"].figures.verified_exactly == 1
+    (load,) = engine.calls("/update_weights_from_disk")
+    assert load["model_path"] == record.path
+    assert (load["weight_version"], load["flush_cache"], load["abort_all_requests"]) == (
+        str(record.version),
+        True,
+        False,
+    )
+    assert w.record("e0").checksum
+    assert engine.pauses == 0
+
+
+@pytest.mark.parametrize("path", CONTROL)
+async def test_whatever_fails_no_wrong_version_is_routable_and_everything_recovers(w: World, path):
+    engine = w.add_engine("e0")
+    async with syncing(w, drain=path == "/v1/loads"):
+        for fault, options in FAULTS.items():
+            record = w.publish()
+            await until(lambda record=record: w.serves("e0", record.version))
+            engine.faults.clear()
+            engine.fail(path, times=2, **options)
+            record = w.publish()
+            await until(lambda record=record: w.serves("e0", record.version))
+            assert engine.paused is None, fault
+    w.check()
+    assert engine.continues >= (engine.pauses > 0)
+
+
+async def test_an_engine_with_other_weights_than_the_files_is_quarantined_until_a_full_load_is_verified(w: World):
+    engine = w.add_engine("e0")
+
+    def spoil(answer):
+        answer["ranks"][0]["checksums"]["model.norm.weight"] = "f" * 16
+        return answer
+
+    spoiled = engine.fail("/weights_checker", "mutate", times=10**6, change=spoil)
+    record = w.publish()
+    async with syncing(w) as reconciler:
+        await until(lambda: reconciler.members.get("e0") and reconciler.members["e0"].figures.failures >= 3)
+        shown = w.record("e0")
+        assert shown.state is not EngineState.SERVING
+        assert shown.version == -1
+        spoiled.times = 0
+        await until(lambda: w.serves("e0", record.version))
+
+
+async def test_a_version_that_is_not_what_its_manifest_says_is_never_loaded_and_the_engine_goes_on_serving(w: World):
+    engine = w.add_engine("e0")
+    first = w.publish()
+    async with syncing(w) as reconciler:
+        await until(lambda: w.serves("e0", first.version))
+        version = w.broker.name_version(w.epoch)
+        broken = write_version(w.folder / "weights", version)
+        file = Path(broken.path) / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        w.broker.publish(w.epoch, broken)
+        await until(lambda: reconciler.totals.staging_failures >= 2)
+        assert w.serves("e0", first.version)
+        assert "checksum" in reconciler.staging_problem
+        third = w.publish()
+        await until(lambda: w.serves("e0", third.version))
+    assert [load["weight_version"] for load in engine.calls("/update_weights_from_disk")] == [
+        str(first.version),
+        str(third.version),
+    ]
+
+
+async def test_an_engine_that_hangs_delays_no_other_and_all_are_continued(w: World):
+    engines = [w.add_engine(f"e{i}") for i in range(3)]
+    first = w.publish()
+    async with syncing(w, drain=False):
+        for i in range(3):
+            await until(lambda i=i: w.serves(f"e{i}", first.version))
+        engines[0].fail("/pause_generation", "hang", times=4, seconds=3600.0)
+        second = w.publish()
+        await until(lambda: w.serves("e1", second.version) and w.serves("e2", second.version))
+        await until(lambda: w.serves("e0", second.version))
+        assert all(e.paused is None for e in engines)
+
+
+async def test_versions_published_during_an_update_are_skipped_but_for_the_newest(w: World):
+    engine = w.add_engine("e0")
+    engine.fail("/v1/loads", "hang", seconds=0.2)
+    w.publish()
+    async with syncing(w):
+        await until(lambda: engine.calls("/v1/loads"))
+        newest = [w.publish() for _ in range(10)][-1]
+        await until(lambda: w.serves("e0", newest.version))
+    assert len(engine.calls("/update_weights_from_disk")) <= 3
+
+
+async def test_running_requests_end_under_the_version_that_they_began_with(w: World):
+    engine = w.add_engine("e0", token_seconds=0.01)
+    first = w.publish()
+    async with syncing(w), httpx.AsyncClient(base_url=w.record("e0").url, timeout=10) as client:
+        await until(lambda: w.serves("e0", first.version))
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 15, "ignore_eos": True}}
+        asked = asyncio.create_task(client.post("/generate", json=body))
+        await until(lambda: engine.running)
+        second = w.publish()
+        answer = (await asked).json()["meta_info"]
+        assert answer["finish_reason"]["type"] == "length"
+        assert [span["version"] for span in answer["weight_versions"]] == [str(first.version)]
+        await until(lambda: w.serves("e0", second.version))
+    assert engine.pauses == 0
+
+
+async def test_a_drain_that_takes_too_long_aborts_what_runs_and_continues(w: World):
+    engine = w.add_engine("e0", token_seconds=0.1)
+    first = w.publish()
+    async with syncing(w), httpx.AsyncClient(base_url=w.record("e0").url, timeout=10) as client:
+        await until(lambda: w.serves("e0", first.version))
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+        asked = asyncio.create_task(client.post("/generate", json=body))
+        await until(lambda: engine.running)
+        second = w.publish()
+        answer = (await asked).json()["meta_info"]
+        assert answer["finish_reason"]["type"] == "abort"
+        await until(lambda: w.serves("e0", second.version))
+    assert (engine.pauses, engine.paused) == (1, None)
+
+
+async def test_an_engine_that_was_killed_is_not_routable_and_is_loaded_before_it_is_again(w: World):
+    engine = w.add_engine("e0")
+    record = w.publish()
+    async with syncing(w):
+        await until(lambda: w.serves("e0", record.version))
+        port = int(w.record("e0").url.rsplit(":", 1)[1])
+        w.stack.close()
+        await until(lambda: w.record("e0").state is EngineState.QUARANTINED)
+        await until(lambda: w.record("e0").state is EngineState.GONE)
+        engine = w.add_engine("e0", port=port)
+        await until(lambda: w.serves("e0", record.version))
+    assert len(engine.calls("/update_weights_from_disk")) == 1
+
+
+async def test_an_engine_that_restarted_behind_our_back_is_found_by_the_name_of_its_weights(w: World):
+    engine = w.add_engine("e0")
+    record = w.publish()
+    async with syncing(w) as reconciler:
+        await until(lambda: w.serves("e0", record.version))
+        w.violations.clear()
+        engine.version, engine.model_path = "unconfirmed", "/model"
+        await until(lambda: reconciler.members["e0"].figures.updates == 2)
+        await until(lambda: w.record("e0").routable)
+    assert w.serves("e0", record.version)
+
+
+@pytest.mark.parametrize("state", [EngineState.PAUSING, EngineState.UPDATING, EngineState.VERIFYING])
+async def test_an_engine_found_half_way_is_continued_and_loaded(w: World, state):
+    engine = w.add_engine("e0")
+    record = w.publish()
+    engine.paused = "abort"
+    shown = w.record("e0")
+    w.broker.register_engine(EngineRecord("e0", shown.url, state, version=record.version))
+    async with syncing(w):
+        await until(lambda: w.serves("e0", record.version))
+    assert engine.paused is None
+    assert len(engine.calls("/update_weights_from_disk")) == 1
+
+
+async def test_stopping_in_the_middle_of_an_update_leaves_no_engine_paused(w: World):
+    engine = w.add_engine("e0")
+    w.publish()
+    async with syncing(w, drain=False):
+        engine.fail("/update_weights_from_disk", "hang", seconds=3600.0)
+        await until(lambda: engine.calls("/update_weights_from_disk"))
+        assert engine.paused == "abort"
+    assert engine.paused is None
+    assert not w.record("e0").routable
+
+
+async def test_an_engine_that_leaves_the_registry_is_left_alone(w: World):
+    w.add_engine("e0")
+    record = w.publish()
+    async with syncing(w) as reconciler:
+        await until(lambda: w.serves("e0", record.version))
+        w.broker.remove_engine("e0")
+        await until(lambda: not reconciler.members)
+
+
+def test_the_test_configuration_is_valid(tmp_path):
+    assert config("redis://127.0.0.1:1/0", tmp_path).weights.pause == "drain"
