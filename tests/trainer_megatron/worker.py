@@ -6,9 +6,9 @@ function below; what it returns goes to OUT/<position>.safetensors, written by r
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from tests.trainer_megatron import data
+from trainer.megatron.checkpoint import TrainingState, latest_on_all, load_checkpoint, save_checkpoint
 from trainer.megatron.parallel import gather_bytes, parallel
 from trainer.megatron.policy import PolicyModel
 
@@ -123,8 +124,32 @@ def export(policy: PolicyModel, folder: str) -> Named:
     return {}
 
 
+def save(policy: PolicyModel, root: str, step: int, keep: int = 2) -> Named:
+    """Save a checkpoint; how long it took, in seconds."""
+    began = time.perf_counter()
+    save_checkpoint(policy, Path(root), TrainingState(step, step, (1, 2, step), 7, "hash"), keep=keep)
+    return {"seconds": torch.tensor(time.perf_counter() - began)}
+
+
+def load(policy: PolicyModel, root: str) -> Named:
+    """Load the newest complete checkpoint."""
+    folder = latest_on_all(policy.parallel, Path(root))
+    assert folder is not None
+    state = load_checkpoint(policy, folder)
+    return weight_tensors(policy, lambda p: p) | {"step": torch.tensor(state.step)}
+
+
+def noise(policy: PolicyModel) -> Named:
+    """What the random generators give next."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.cuda.get_rng_state()
+    return {"torch": torch.rand(3), "tracked": tracked}
+
+
 DO: dict[str, Callable[..., Named]] = {
-    f.__name__: f for f in (scores, gradients, drop_gradients, step, export)
+    f.__name__: f for f in (scores, gradients, drop_gradients, step, export, save, load, noise)
 }
 
 

@@ -1,16 +1,34 @@
 """Checkpoints: what a restart begins from.
 
 Invariant: a checkpoint that `latest` names was written completely: its files have the sizes and checksums of its
-marker, which is written last. A torn or corrupt one is passed over for the one before.
+manifest, which is written last, before a rename makes the folder visible. A torn or corrupt one is passed over for the
+one before.
+
+    root/step-00000020/     tensors by megatron's dist_checkpointing (torch_dist: any layout can read the weights)
+        state.json          TrainingState and the layout
+        rng-00000.safetensors   random generators of each rank
+        manifest.json       sizes and checksums of all of the above
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+from configs.load import ConfigError
+from trainer.megatron.parallel import Parallel, gather_bytes
 from trainer.megatron.policy import PolicyModel
+from trainer.megatron.safetensors_file import MANIFEST, checksum, sync_folder, verify_manifest, write_durably
+
+_STATE = "state.json"
+_PREFIX = "step-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +51,138 @@ class TrainingState:
 def save_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, keep: int) -> Path:
     """Write root/step-<step>: weights, optimizer, RNG and state; durable (fsync) on return; remove all but `keep`.
 
-    Collective. Returns the folder. Raises OSError with nothing changed if it cannot be written.
+    Collective. Returns the folder. An intact checkpoint of the same step is replaced. Raises OSError on every rank, with
+    the earlier checkpoints untouched, if one rank cannot write.
     """
-    raise NotImplementedError
+    from trainer.megatron import checkpoint_io  # noqa: PLC0415 - after compat.install, which `parallel` calls
+
+    ranks = policy.parallel
+    folder = root / f"{_PREFIX}{state.step:08d}"
+    aside = root / f".{folder.name}.partial"
+    _agree(ranks, _on_main(ranks, _make_empty, aside))
+    _agree(ranks, _tried(checkpoint_io.save_tensors, policy, aside))
+    names = sorted(path.name for path in aside.iterdir())[ranks.rank :: ranks.world]
+    files: dict[str, Any] = {}
+    _agree(ranks, _tried(_seal, aside, names, files))
+    for part in gather_bytes(json.dumps(files).encode(), ranks.device):
+        files |= json.loads(part)
+    document = {"format": 1, "state": dataclasses.asdict(state), "layout": layout_of(policy)}
+    _agree(ranks, _on_main(ranks, _finish, aside, folder, document, files, keep))
+    return folder
+
+
+def layout_of(policy: PolicyModel) -> dict[str, Any]:
+    """What must be equal for a bit-for-bit resume."""
+    trainer = policy.config.trainer
+    return trainer.layout.model_dump() | {
+        "dtype": trainer.dtype,
+        "distributed_optimizer": trainer.distributed_optimizer,
+    }
+
+
+def _tried(step: Any, *arguments: Any) -> str:
+    try:
+        step(*arguments)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        return str(error) or repr(error)
+    return ""
+
+
+def _on_main(ranks: Parallel, step: Any, *arguments: Any) -> str:
+    return _tried(step, *arguments) if ranks.is_main else ""
+
+
+def _agree(ranks: Parallel, error: str) -> None:
+    """Raise OSError on every rank if one of them had an error."""
+    errors = [part.decode() for part in gather_bytes(error.encode(), ranks.device) if part]
+    if errors:
+        raise OSError(f"the checkpoint could not be written: {errors[0]}")
+
+
+def _make_empty(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _seal(aside: Path, names: list[str], files: dict[str, Any]) -> None:
+    for name in names:
+        path = aside / name
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        files[name] = checksum(path)
+
+
+def _finish(aside: Path, folder: Path, document: dict[str, Any], files: dict[str, Any], keep: int) -> None:
+    write_durably(aside / _STATE, json.dumps(document).encode())
+    files[_STATE] = checksum(aside / _STATE)
+    manifest = {"format": 1, "algorithm": "sha256", "files": files}
+    write_durably(aside / MANIFEST, json.dumps(manifest).encode())
+    sync_folder(aside)
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.rename(aside, folder)
+    sync_folder(folder.parent)
+    for old in _folders(folder.parent)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _folders(root: Path) -> list[Path]:
+    """Checkpoints of root, newest first."""
+    if not root.is_dir():
+        return []
+    return sorted((path for path in root.iterdir() if path.name.startswith(_PREFIX)), reverse=True)
 
 
 def latest(root: Path) -> Path | None:
     """The newest complete checkpoint of root, or None. Broken ones are logged and passed over. Not collective."""
-    raise NotImplementedError
+    for folder in _folders(root):
+        problems = verify_manifest(folder)
+        if not problems:
+            return folder
+        structlog.get_logger(__name__).warning("checkpoint.broken", folder=str(folder), problems=problems[:3])
+    return None
+
+
+def latest_on_all(parallel: Parallel, root: Path) -> Path | None:
+    """`latest`, as rank 0 sees it, on every rank."""
+    found = latest(root) if parallel.is_main else None
+    name = parallel.broadcast_bytes(str(found or "").encode() if parallel.is_main else None).decode()
+    return Path(name) if name else None
 
 
 def load_checkpoint(policy: PolicyModel, folder: Path) -> TrainingState:
-    """Restore weights, optimizer and RNG; collective. In the same layout training continues bit for bit."""
-    raise NotImplementedError
+    """Restore weights, optimizer and RNG; collective. In the same layout training continues bit for bit.
+
+    In another layout the weights are restored and the optimizer starts afresh, which is logged. Raises ConfigError if
+    the folder does not hold a checkpoint of this model.
+    """
+    from trainer.megatron import checkpoint_io  # noqa: PLC0415 - after compat.install, which `parallel` calls
+
+    state, layout = read_state(folder), _document(folder)["layout"]
+    same = layout == layout_of(policy)
+    if not same and policy.parallel.is_main:
+        structlog.get_logger(__name__).warning(
+            "checkpoint.other_layout", folder=str(folder), saved=layout, now=layout_of(policy), effect="fresh optimizer"
+        )
+    try:
+        checkpoint_io.load_tensors(policy, folder, with_optimizer=same)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{folder}: not a checkpoint of this model: {error}") from error
+    return state
+
+
+def _document(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: not a usable checkpoint: {error}") from error
+    return found
 
 
 def read_state(folder: Path) -> TrainingState:
-    """The JSON part alone, without tensors and without megatron."""
-    raise NotImplementedError
+    """The JSON part alone, without tensors and without megatron. Raises ConfigError if it cannot be read."""
+    state = _document(folder)["state"]
+    return TrainingState(**(state | {"consumed": tuple(state["consumed"])}))

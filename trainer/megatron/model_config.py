@@ -39,7 +39,6 @@ class ModelShape:
     rope_theta: float
     rope_llama3_factor: float | None
     tied: bool
-    attention_bias: bool
     qk_norm: bool
     experts: int
     top_k: int
@@ -77,6 +76,8 @@ def model_shape(raw: dict[str, Any], where: str = "config.json") -> ModelShape:
         raise ConfigError(f"{where}: {' or '.join(names)} is missing.")
 
     family = need("model_type")
+    if raw.get("attention_bias"):
+        raise ConfigError(f"{where}: attention_bias is not supported.")
     if family not in _MOE | _DENSE:
         raise ConfigError(
             f"{where}: model_type {family!r} is not supported; known are {', '.join(sorted(_MOE | _DENSE))}."
@@ -106,7 +107,6 @@ def model_shape(raw: dict[str, Any], where: str = "config.json") -> ModelShape:
         rope_theta=theta,
         rope_llama3_factor=factor,
         tied=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bool(raw.get("attention_bias", False)),
         qk_norm=family != "llama",
         experts=experts,
         top_k=need("num_experts_per_tok") if moe else 0,
@@ -156,11 +156,8 @@ def check_layout(shape: ModelShape, layout: LayoutSection) -> None:
             )
 
 
-def transformer_arguments(shape: ModelShape, trainer: TrainerSection, seed_free_init: bool = False) -> dict[str, Any]:
-    """Keyword arguments of megatron's TransformerConfig.
-
-    seed_free_init: skip the random initialisation (weights are loaded anyway).
-    """
+def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[str, Any]:
+    """Keyword arguments of megatron's TransformerConfig."""
     layout, dtype = trainer.layout, _DTYPES[trainer.dtype]
     on_gpu = trainer.device == "cuda"
     arguments: dict[str, Any] = dict(
@@ -172,7 +169,6 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection, seed_free_
         kv_channels=shape.head_dim,
         layernorm_epsilon=shape.norm_epsilon,
         qk_layernorm=shape.qk_norm,
-        add_qkv_bias=shape.attention_bias,
         add_bias_linear=False,
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -191,7 +187,7 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection, seed_free_
         variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length: stages exchange shapes first
         calculate_per_token_loss=True,  # no division by micro-batches or ranks anywhere: losses add up
         use_cpu_initialization=not on_gpu,
-        perform_initialization=not seed_free_init,
+        perform_initialization=False,  # every parameter is loaded
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
@@ -199,6 +195,7 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection, seed_free_
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         deallocate_pipeline_outputs=False,
+        moe_token_dispatcher_type="alltoall",  # the other one refuses variable lengths, and checks no routes
         batch_p2p_comm=on_gpu,
     )
     if trainer.recompute:
@@ -213,7 +210,6 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection, seed_free_
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
             moe_router_dtype="fp32",
-            moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=False,
             moe_permute_fusion=False,
             moe_router_fusion=False,
