@@ -14,9 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-from broker.queue import Broker
-from configs import load_config
-
 
 def main(role: str, folder: Path, behaviour: str) -> int:
     with (folder / "pids").open("a") as file:
@@ -46,6 +43,10 @@ def _own_pid() -> int:
 
 
 def _finish(folder: Path) -> None:
+    # Imported here: a test starts dozens of these processes, and one of them finishes.
+    from broker.queue import Broker  # noqa: PLC0415
+    from configs import load_config  # noqa: PLC0415
+
     config = load_config(folder / "config.yaml")
     assert config.redis.url is not None
     broker = Broker.connect(config.redis.url, config.run.id, timeout_s=5.0)

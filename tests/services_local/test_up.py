@@ -137,6 +137,7 @@ def test_ctrl_c_ends_every_process_within_ten_seconds_even_a_stubborn_one(launch
     assert f"--resume {run.folder}" in run.text
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_in_its_folder(launch: Callable[..., Run]) -> None:
     run = launch("trainer=finish")
     until(lambda: everything_started(run), run)
@@ -160,6 +161,7 @@ def test_killing_up_leaves_no_orphan_not_even_a_grandchild(launch: Callable[...,
     until(lambda: not [pid for pid in left if alive(pid)], run, seconds=5)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_the_run_says_so(launch: Callable[..., Run]) -> None:
     run = launch("trainer=finish")
     until(lambda: everything_started(run), run)
@@ -169,6 +171,7 @@ def test_a_killed_worker_is_started_again_and_the_run_says_so(launch: Callable[.
     assert "worker-1 ended (signal 9) and is started again" in run.text
 
 
+@pytest.mark.slow
 def test_a_worker_that_keeps_dying_ends_the_run(launch: Callable[..., Run]) -> None:
     run = launch("worker-0=crash")
     assert run.process.wait(timeout=30) == 1
@@ -191,6 +194,7 @@ def test_an_engine_that_does_not_start_ends_the_run_at_once(launch: Callable[...
     assert len(run.pids("engine-0")) == 1
 
 
+@pytest.mark.slow
 def test_a_second_up_on_the_same_run_is_refused(launch: Callable[..., Run]) -> None:
     run = launch()
     until(lambda: everything_started(run), run)
