@@ -100,16 +100,25 @@ class Trainer:
         self._stop, self._clock, self._wall, self._sleep = stop, clock, wall, sleep
         self._weights = config.run.folder / "weights"
         self._sum = ranks.sum_over_data
+        self._watch = Stopwatch(clock)
 
     def run(self) -> End:
         """Train to the end of the run, or until asked to stop. Raises RunFailed, or an error of the broker."""
-        self.attach()
-        while self.progress.step < self.config.run.steps:
-            if not self.step():
-                self._save_on_stop()
-                return "stopped"
-        self.finish()
-        return "finished"
+        try:
+            self.attach()
+            while self.progress.step < self.config.run.steps:
+                if not self.step():
+                    self._save_on_stop()
+                    return "stopped"
+            self.finish()
+            return "finished"
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the sink of metrics; no record is lost without it."""
+        if self._sink is not None:
+            self._sink.close()
 
     # --- begin and end ------------------------------------------------------------------------------------------------
 
@@ -138,6 +147,7 @@ class Trainer:
         p.consumed = []  # attaching made them durable
         bind_version(p.version)
         self.publish()
+        self._watch = Stopwatch(self._clock)
 
     def finish(self) -> None:
         """Publish and keep the last weights, export the model, and say that the run is finished."""
@@ -149,8 +159,6 @@ class Trainer:
         self._export(self.config.run.folder / "model-final")
         if self.ranks.is_main:
             self.broker.set_status("finished")
-            if self._sink is not None:
-                self._sink.close()
 
     def _save_on_stop(self) -> None:
         p = self.progress
@@ -164,7 +172,7 @@ class Trainer:
 
     def step(self) -> bool:
         """One optimizer step; False if the trainer was asked to stop before its update."""
-        p, watch = self.progress, Stopwatch(self._clock)
+        p, watch = self.progress, self._watch
         chosen = self._choose(watch)
         if chosen is None:
             return False
@@ -357,10 +365,11 @@ class Trainer:
         if p.version - p.published >= self.config.weights.publish_interval or last:
             with watch.measure("export_s"):
                 self.publish()
-        if p.step - p.checkpointed >= self.config.trainer.checkpoint.interval_steps or last:
-            self.checkpoint(watch)
-        if self._sink is not None:
+        if self._sink is not None:  # before the checkpoint: a step that survives has its record
             self._sink.write(record | watch.seconds | self._speed(record, watch))
+        self._watch = Stopwatch(self._clock)  # a checkpoint counts for the step that waits for it
+        if p.step - p.checkpointed >= self.config.trainer.checkpoint.interval_steps or last:
+            self.checkpoint()
 
     def _speed(self, record: dict[str, Any], watch: Stopwatch) -> dict[str, float]:
         seconds = watch.total
@@ -383,9 +392,9 @@ class Trainer:
         self.ranks.barrier()
         self.policy.export_hf(folder)
 
-    def checkpoint(self, watch: Stopwatch | None = None) -> None:
+    def checkpoint(self) -> None:
         """Save, then commit: after this the step's groups are durable."""
-        p, watch = self.progress, watch or Stopwatch(self._clock)
+        p, watch = self.progress, self._watch
         gate = [p.gate.quantile, p.gate.scale] if p.gate is not None and math.isfinite(p.gate.quantile) else None
         with watch.measure("checkpoint_s"):
             self.checkpoints.save(
