@@ -5,9 +5,9 @@
     lagrange-probe init --wait 600     until `lagrange init` has prepared the run
     lagrange-probe drain --wait 120    take this container's engine out of the registry, wait until it has nothing to do
 
-Invariant: only `drain` changes anything. engine, weight-sync and monitor are asked over HTTP on this machine; trainer and
-rollout, which serve nothing, are well if Redis heard of them lately. Without ROLE (an image's own HEALTHCHECK) it is the
-one that the container runs, as the arguments of process 1 say.
+Invariant: only `drain` changes anything. engine, weight-sync and monitor are asked over HTTP on this machine; trainer
+and rollout, which serve nothing, are well if Redis heard of them lately. Without ROLE (an image's own HEALTHCHECK) it
+is the one that the container runs, as the arguments of process 1 say.
 """
 
 from __future__ import annotations
@@ -69,8 +69,12 @@ def role_of_container(command: bytes) -> str:
 def probe(role: str, config: RunConfig) -> None:
     """Raises unless all is well."""
     if role in PATHS:
-        port = {"engine": config.engine, "weight-sync": config.weight_sync, "monitor": config.monitor}[role].port
-        get(f"http://127.0.0.1:{port}{PATHS[role]}")
+        ports = {
+            "engine": config.engine.port,
+            "weight-sync": config.weight_sync.port,
+            "monitor": config.monitor.port,
+        }
+        get(f"http://127.0.0.1:{ports[role]}{PATHS[role]}")
     elif role == "trainer":
         trainer_is_attached(with_broker(config, Broker.snapshot))
     elif role == "rollout":
