@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from configs.schema import ServiceSection
 
 log = structlog.get_logger()
+BEARER = HTTPBearer(auto_error=False, description="LAGRANGE_API_TOKEN")
 MAX_BODY_BYTES = 64 << 10
 MAX_SECRET_BYTES = 4096
 HEADERS = {
@@ -96,9 +97,8 @@ def token_matches(given: str, token: str) -> bool:
 
 def requires_token(token: str | None) -> Any:
     """A FastAPI dependency: 401 without the bearer token; lets everyone pass if no token is configured."""
-    scheme = HTTPBearer(auto_error=False, description="LAGRANGE_API_TOKEN")
 
-    def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
+    def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
         if token is None:
             return
         if credentials is None or not token_matches(credentials.credentials, token):

@@ -176,7 +176,7 @@ def _starved(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Find
 
 
 def more_engines(share: float, engines: int) -> int:
-    """Engines to add so that the wait would vanish, if sampling scales with engines: they deliver 1 - share of the need."""
+    """Engines to add so that the wait would vanish, if sampling scales with them: now they cover 1 - share."""
     return max(1, math.ceil(engines * (1 / (1 - min(share, 0.99)) - 1) - 1e-9))
 
 

@@ -17,7 +17,7 @@ from services.monitor.figures import Distribution, capacity, distribution, finit
 
 
 class Answer(BaseModel):
-    """What every answer begins with. time_ms: Redis server time of the snapshot; version: the trainer's version then."""
+    """What every answer begins with. time_ms: Redis server time of the snapshot; version: the trainer's then."""
 
     run: str = Field(examples=["local-1129-2030"])
     time_ms: int = Field(examples=[1795984726000])
@@ -193,7 +193,7 @@ def lags(by_lag: Mapping[int, LagCount]) -> Lags:
 
 
 def waiting_by_lag(s: Snapshot) -> dict[int, LagCount]:
-    """What waits, by the lag that it would have if it were trained now: the trainer's version less its oldest version."""
+    """What waits, by the lag that it would have now: the trainer's version less its oldest version."""
     return {s.version - oldest: count for oldest, count in s.ready_by_version.items()}
 
 

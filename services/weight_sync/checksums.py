@@ -6,7 +6,7 @@ model that one process holds on a CPU; if the layout is not known to this module
 SGLang hashes each parameter's bytes (sha256, first 16 hex digits). Its parameters are the files' tensors under other
 names, fused: qkv_proj = q;k;v, gate_up_proj = gate;up, experts.w13_weight = gate;up of expert 0, 1, ..., and
 embeddings padded with zero rows to a multiple of 64 (read in sglang 0.5.23: srt/utils/weight_checker.py,
-srt/models/qwen3_moe.py, srt/layers/vocab_parallel_embedding.py; tests/weight_sync holds it against a real one). On a GPU
+srt/models/qwen3_moe.py, srt/layers/vocab_parallel_embedding.py; tests/weight_sync has a real one too). On a GPU
 the hash is another one, and with tensor parallelism the parameters are slices: there only equality is checked.
 """
 

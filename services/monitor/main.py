@@ -1,0 +1,47 @@
+"""`lagrange monitor`: shows a run over HTTP.
+
+Invariant: it only reads, so that it may be started, stopped and killed at any time, and any number may run.
+"""
+
+from __future__ import annotations
+
+import os
+
+import structlog
+from fastapi import FastAPI
+
+from broker.errors import BrokerError
+from broker.logs import configure_logs
+from broker.queue import Broker
+from configs.schema import RunConfig
+from services.http import read_secret, run_service
+from services.monitor.app import create_app
+from services.monitor.source import Source
+
+log = structlog.get_logger()
+REDIS_TIMEOUT_S = 2.0  # a page that waits longer is no use to anyone
+
+
+def run(config: RunConfig) -> int:
+    """Run until SIGINT or SIGTERM; returns the exit code (2: configuration, 3: port, 4: Redis)."""
+    configure_logs(config.run.id, "monitor")
+    if config.redis.url is None:
+        log.error("cannot start", problem="redis.url is not set. Set it, or start the run with `lagrange up`.")
+        return 2
+    try:
+        password = read_secret("LAGRANGE_REDIS_PASSWORD", os.environ)
+    except ValueError as error:
+        log.error("cannot start", problem=str(error))
+        return 2
+    timeout_s = min(config.redis.timeout_s, REDIS_TIMEOUT_S)
+    try:
+        broker = Broker.connect(config.redis.url, config.run.id, password=password, timeout_s=timeout_s)
+    except BrokerError as error:
+        log.error("cannot start", problem=str(error))
+        return 4
+
+    def build(token: str | None) -> FastAPI:
+        needed = os.environ.get("LAGRANGE_API_PROTECT_READS") == "1"
+        return create_app(Source(broker), read_token=token if needed else None, closing=broker.close)
+
+    return run_service("monitor", config.monitor, build)

@@ -1,0 +1,82 @@
+"""Where the monitor's answers come from: snapshots of the broker, at most one in `fresh_s`, and the steps' records.
+
+Invariant: however many clients ask, Redis is asked at most once in `fresh_s` seconds and by one thread; an answer is
+never older than that, or there is none (BrokerError). What is kept is bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from broker.types import Snapshot
+
+WINDOW_S = 60.0
+EARLIER_KEPT = 64
+
+
+class Watched(Protocol):
+    """The broker as the monitor sees it. Both raise BrokerError if Redis does not answer."""
+
+    def snapshot(self) -> Snapshot:
+        """Everything at one instant."""
+
+    def metrics_history(self, limit: int) -> list[dict[str, Any]]:
+        """Records of the last steps, newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A snapshot, one of about a minute before (None: not seen), and the last steps' records, newest first."""
+
+    snapshot: Snapshot
+    before: Snapshot | None
+    records: tuple[dict[str, Any], ...]
+
+
+class Source:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        broker: Watched,
+        *,
+        fresh_s: float = 0.1,
+        history_steps: int = 1000,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._broker, self._fresh_s, self._limit, self._clock = broker, fresh_s, history_steps, clock
+        self._lock = threading.Lock()
+        self._look: Look | None = None
+        self._at = 0.0
+        self._earlier: deque[Snapshot] = deque(maxlen=EARLIER_KEPT)
+
+    def look(self) -> Look:
+        """The present state. Raises BrokerError."""
+        with self._lock:
+            if self._look is None or self._clock() - self._at > self._fresh_s:
+                began = self._clock()
+                self._look = self._read(self._look)
+                self._at = began
+            return self._look
+
+    def _read(self, last: Look | None) -> Look:
+        snapshot = self._broker.snapshot()
+        if last is None or (snapshot.step, snapshot.epoch) != (last.snapshot.step, last.snapshot.epoch):
+            records = tuple(r for r in self._broker.metrics_history(self._limit) if _up_to(r, snapshot.step))
+        else:
+            records = last.records
+        if not self._earlier or snapshot.time_ms - self._earlier[-1].time_ms >= 1000 * WINDOW_S / (EARLIER_KEPT - 4):
+            self._earlier.append(snapshot)
+        recent = (s for s in self._earlier if snapshot.time_ms - s.time_ms <= 1000 * WINDOW_S)
+        before = next(recent, None)
+        return Look(snapshot, before if before is not snapshot else None, records)
+
+
+def _up_to(record: dict[str, Any], step: int) -> bool:
+    """Whether a step record is of the surviving history as the snapshot knows it (it may be read a moment later)."""
+    return isinstance(record.get("step"), int) and record["step"] <= step

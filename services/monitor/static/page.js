@@ -1,0 +1,117 @@
+// The live page: asks for v1/overview once a second and shows it. Text goes in as text, never as markup.
+"use strict";
+(() => {
+  const EVERY_MS = 1000, QUEUE_POINTS = 300;
+  const $ = (id) => document.getElementById(id);
+  const queue = [[], [], []];
+  const plots = {};
+  let lastAnswer = 0, shownRun = null;
+
+  const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
+  const percent = (share) => (share === null ? "–" : Math.round(share * 100) + " %");
+  const fixed = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  function cells(row, values) {
+    for (const value of values) {
+      const cell = row.insertCell();
+      if (value instanceof Node) cell.append(value); else cell.textContent = value;
+    }
+    return row;
+  }
+
+  function table(id, rows) {
+    const fresh = document.createElement("tbody");
+    for (const values of rows) cells(fresh.insertRow(), values);
+    fresh.id = id;
+    $(id).replaceWith(fresh);
+    return fresh;
+  }
+
+  function plot(id, names, data, range) {
+    const box = $(id), width = Math.max(200, box.clientWidth);
+    if (plots[id]) { plots[id].setData(data); return; }
+    const axis = () => ({ stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } });
+    const strokes = ["--accent", "--warn"];
+    const series = names.map((label, i) => ({ label, stroke: colour(strokes[i]), width: 2, spanGaps: true }));
+    plots[id] = new uPlot({ width, height: 170, legend: { live: false }, cursor: { show: false },
+      scales: { x: { time: false }, y: range ? { range } : {} }, axes: [axis(), { ...axis(), size: 56 }],
+      series: [{}, ...series] }, data, box);
+  }
+
+  function redraw() { for (const id of Object.keys(plots)) { plots[id].destroy(); delete plots[id]; } }
+
+  function meter(value, largest) {
+    const bar = document.createElement("meter");
+    bar.min = 0; bar.max = Math.max(1, largest); bar.value = value;
+    bar.setAttribute("aria-label", value + " tokens");
+    return bar;
+  }
+
+  function show(o) {
+    if (shownRun !== o.run) { shownRun = o.run; redraw(); for (const column of queue) column.length = 0; }
+    const s = o.staleness, figures = o.diagnosis.figures;
+    document.title = o.diagnosis.verdict + " · Lagrange · " + o.run;
+    text("run", o.run);
+    text("headline", o.diagnosis.headline);
+    $("verdict").className = "verdict " + o.diagnosis.verdict;
+    text("step", o.progress.step + " / " + o.progress.steps_total);
+    text("version", String(o.version));
+    text("reward", fixed(o.progress.reward_mean, 3));
+    text("lag", (s.trained.tokens ? s.trained.tokens.mean.toFixed(2) : "–") + " (" + s.max_lag + ")");
+    text("queue", s.ready_groups + " of " + s.in_flight_limit);
+    text("wait", percent(figures.trainer_wait_share));
+    text("blocked", percent(figures.admission_blocked_share));
+    text("stale", percent(figures.stale_share));
+
+    const waiting = new Map(s.waiting.by_lag.map((b) => [b.lag, b])), trained = new Map(s.trained.by_lag.map((b) => [b.lag, b]));
+    const lags = [...new Set([...waiting.keys(), ...trained.keys()])].sort((a, b) => a - b);
+    const most = Math.max(0, ...s.trained.by_lag.map((b) => b.tokens));
+    table("lags", lags.map((lag) => {
+      const w = waiting.get(lag), t = trained.get(lag);
+      return [lag, w ? w.groups : 0, t ? t.groups : 0, t ? t.tokens : 0, meter(t ? t.tokens : 0, most)];
+    }));
+    const body = table("engines", o.fleet.engines.map((e) =>
+      [e.engine_id, e.state, e.version < 0 ? "none" : e.version, e.publish_lag === null ? "" : e.publish_lag, e.detail]));
+    o.fleet.engines.forEach((e, i) => { body.rows[i].cells[1].className = "state " + e.state; });
+    const states = ["issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed"];
+    table("ledger", states.map((name) => [name, s.groups[name], s.tokens[name]]));
+    text("closes", s.closes ? "closes" : "DOES NOT CLOSE");
+    $("closes").className = s.closes ? "" : "open";
+
+    queue[0].push(o.time_ms / 1000);
+    queue[1].push(s.ready_groups);
+    queue[2].push(s.in_flight_groups);
+    if (queue[0].length > QUEUE_POINTS) for (const column of queue) column.shift();
+    const h = o.history;
+    if (h.step.length) {
+      plot("plot-reward", ["reward"], [h.step, h.reward_mean]);
+      plot("plot-lag", ["mean", "largest"], [h.step, h.lag_mean, h.lag_max], (u, low, high) => [0, Math.max(1, s.max_lag, high)]);
+      plot("plot-time", ["step", "waiting"], [h.step, h.step_s, h.wait_s], (u, low, high) => [0, high || 1]);
+    }
+    const first = queue[0][0];
+    plot("plot-queue", ["ready", "in flight"], [queue[0].map((t) => t - first), queue[1], queue[2]], (u, low, high) => [0, Math.max(1, high)]);
+  }
+
+  function age() {
+    const seconds = lastAnswer ? Math.round((Date.now() - lastAnswer) / 1000) : 0;
+    const late = !lastAnswer || seconds > 3;
+    $("age").className = late ? "late" : "";
+    text("age", !lastAnswer ? "no answer yet" : late ? "no answer for " + seconds + " s" : "live");
+  }
+
+  async function tick() {
+    try {
+      const answer = await fetch("v1/overview", { headers: { accept: "application/json" }, signal: AbortSignal.timeout(5000) });
+      if (answer.ok) { show(await answer.json()); lastAnswer = Date.now(); }
+      else text("headline", (await answer.json()).error.message);
+    } catch (error) { /* the monitor is away: `age` says for how long */ }
+    age();
+    setTimeout(tick, EVERY_MS);
+  }
+
+  let resizing = 0;
+  addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(redraw, 200); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  tick();
+})();

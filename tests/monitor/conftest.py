@@ -1,0 +1,104 @@
+"""A run in a real Redis, with groups in every state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from broker.queue import Broker
+from broker.types import (
+    EngineRecord,
+    EngineState,
+    Group,
+    Outcome,
+    Refused,
+    Ticket,
+    Trajectory,
+    VersionRecord,
+    VersionRun,
+)
+from tests.weight_sync.live import config, redis_server
+
+GROUPS_PER_STEP = 16
+
+
+@dataclass
+class Run:
+    """A run and its trainer's epoch."""
+
+    broker: Broker
+    url: str
+    epoch: int
+    version: int
+
+    def sample(self, tokens: int = 3) -> Ticket:
+        """Admit and submit one group, all of whose tokens are of the engine's version."""
+        ticket = self.broker.admit("worker-0", "engine-0")
+        assert isinstance(ticket, Ticket), ticket
+        trajectory = Trajectory(
+            np.arange(2, dtype=np.int32),
+            np.arange(tokens, dtype=np.int32),
+            np.zeros(tokens, np.float32),
+            np.ones(tokens, np.bool_),
+            (VersionRun(0, tokens, ticket.engine_version),),
+            1.0,
+            "stop",
+        )
+        names = {"run": "test", "task": "max-digit", "worker": "worker-0", "engine": "engine-0"}
+        group = Group(
+            group_id=ticket.group_id,
+            prompt_index=ticket.prompt_index,
+            attempt=ticket.attempt,
+            samples_wanted=1,
+            generation_seconds=0.1,
+            trajectories=(trajectory,),
+            **names,
+        )
+        assert not isinstance(self.broker.submit(group), Refused)
+        return ticket
+
+    def step(self, reward: float = 0.5) -> None:
+        """Pull a batch and train it."""
+        batch = self.broker.pull(self.epoch, self.version, GROUPS_PER_STEP)
+        assert not isinstance(batch, Refused), batch
+        lags: dict[int, int] = {}
+        for delivery in batch:
+            lag = self.version - delivery.oldest_version
+            lags[lag] = lags.get(lag, 0) + delivery.response_tokens
+        metrics = {
+            "step": self.version + 1,
+            "reward_mean": reward,
+            "lag_mean": 0.0,
+            "wait_s": 0.6,
+            "step_s": 1.0,
+            "by_lag": {"0": {"tokens": 1}},
+        }
+        self.broker.step(self.epoch, self.version, [Outcome(d.group_id) for d in batch], lags, metrics)
+        self.version += 1
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Two steps trained, 20 groups waiting at lag 2, one generating; engine-0 serves version 0, engine-1 joins."""
+    with redis_server(tmp_path) as (url, _server):
+        broker = Broker.connect(url, "test", timeout_s=1.0)
+        try:
+            broker.initialise(config(url, tmp_path))
+            epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
+            made = Run(broker, url, epoch, broker.name_version(epoch))
+            broker.publish(epoch, VersionRecord(0, 0, "/secret/path/v000000", "c0ffee"))
+            broker.register_engine(EngineRecord("engine-0", "http://secret-host:1", EngineState.SERVING, 0))
+            broker.register_engine(EngineRecord("engine-1", "http://secret-host:2", EngineState.JOINING))
+            broker.heartbeat_worker("worker-0", {"groups": 53})
+            for _ in range(2 * GROUPS_PER_STEP + 20):
+                made.sample()
+            made.step(0.25)
+            made.step(0.5)
+            assert isinstance(broker.admit("worker-0", "engine-0"), Ticket)
+            yield made
+        finally:
+            broker.close()

@@ -1,0 +1,133 @@
+"""Each verdict, and the arithmetic that it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.types import EngineRecord, EngineState, Snapshot, Tally
+from services.monitor.diagnosis import Verdict, diagnose, more_engines
+from services.monitor.figures import distribution, finite, wait_share
+from services.monitor.views import history
+
+ENGINE = EngineRecord("engine-0", "http://e", EngineState.SERVING, 10)
+RUNNING = Snapshot(
+    time_ms=1_700_000_060_000,
+    run="r",
+    status="running",
+    max_lag=4,
+    groups_per_step=16,
+    publish_interval=1,
+    version=10,
+    published=10,
+    highest_version=10,
+    step=10,
+    durable_step=0,
+    steps_total=100,
+    epoch=1,
+    admission_paused=False,
+    groups=Tally(issued=180, generating=4, ready=16, trained=160),
+    tokens=Tally(issued=1760, ready=160, trained=1600),
+    payload_bytes=0,
+    engines=(ENGINE,),
+    workers={"w0": {}, "w1": {}},
+)
+EARLIER = replace(RUNNING, time_ms=RUNNING.time_ms - 60_000, tokens=Tally(trained=600))
+CALM = [{"wait_s": 0.05, "step_s": 1.0, "gate_rate": 0.1, "log_ratio_abs_mean": 0.01, "ess": 0.95, "entropy": 1.0}]
+
+
+def test_a_run_whose_figures_are_all_in_their_bands_is_healthy():
+    assert diagnose(RUNNING, EARLIER, CALM).verdict is Verdict.HEALTHY
+
+
+def test_nothing_is_concluded_from_nothing():
+    assert diagnose(replace(RUNNING, tokens=Tally()), None, []).verdict is Verdict.HEALTHY
+
+
+def test_a_trainer_that_waits_is_starved_and_is_told_how_many_engines_to_add():
+    found = diagnose(RUNNING, EARLIER, [{**CALM[0], "wait_s": 0.7}])
+    assert found.verdict is Verdict.STARVED
+    assert "70 %" in found.headline
+    assert "add 3 engines" in found.headline
+
+
+def test_a_trainer_that_waits_at_the_bound_is_told_to_raise_the_bound():
+    full = replace(RUNNING, max_lag=0, groups=Tally(issued=176, generating=16, trained=160))
+    assert "raise lag.max above 0" in diagnose(full, EARLIER, [{**CALM[0], "wait_s": 0.7}]).headline
+
+
+def test_workers_that_wait_for_leave_are_saturated():
+    now = replace(RUNNING, counters={"admission_wait_seconds": 90.0})
+    found = diagnose(now, EARLIER, CALM)
+    assert found.verdict is Verdict.SATURATED
+    assert found.figures["admission_blocked_share"] == pytest.approx(0.75)
+
+
+def test_a_full_queue_is_saturated():
+    assert diagnose(replace(RUNNING, groups=Tally(ready=80)), EARLIER, CALM).verdict is Verdict.SATURATED
+
+
+def test_an_engine_that_does_not_follow_is_sync_bound():
+    assert (
+        diagnose(replace(RUNNING, engines=(replace(ENGINE, version=8),)), EARLIER, CALM).verdict is Verdict.SYNC_BOUND
+    )
+
+
+def test_no_routable_engine_is_sync_bound():
+    now = replace(RUNNING, engines=(replace(ENGINE, state=EngineState.QUARANTINED, version=-1),))
+    assert "no engine is routable (quarantined)" in diagnose(now, EARLIER, CALM).headline
+
+
+def test_waste_of_the_last_minute_is_stale_and_old_waste_is_not():
+    now = replace(RUNNING, tokens=Tally(trained=1600, stale=200))
+    assert diagnose(now, EARLIER, CALM).verdict is Verdict.STALE
+    assert diagnose(now, replace(EARLIER, tokens=Tally(trained=600, stale=200)), CALM).verdict is Verdict.HEALTHY
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [{"gate_rate": 0.9}, {"log_ratio_abs_mean": 2.0}, {"ess": 0.1}, {"entropy": 1e-9}, {"nonfinite_fraction": 0.01}],
+)
+def test_a_figure_of_the_loss_out_of_its_band_is_unstable_and_comes_before_all_else(figure):
+    found = diagnose(RUNNING, EARLIER, [{**CALM[0], "wait_s": 0.9, **figure}])
+    assert found.verdict is Verdict.UNSTABLE
+    assert [f.verdict for f in found.findings] == [Verdict.UNSTABLE, Verdict.STARVED]
+
+
+def test_a_run_that_does_not_run_has_no_verdict():
+    assert diagnose(replace(RUNNING, status="finished"), EARLIER, CALM).verdict is Verdict.NOT_RUNNING
+
+
+@given(st.floats(0, 1), st.integers(1, 100))
+def test_at_least_one_engine_is_asked_for(share, engines):
+    assert more_engines(share, engines) >= 1
+
+
+@given(st.dictionaries(st.integers(0, 50), st.integers(0, 20)))
+def test_a_distribution_is_that_of_the_values_written_out(counts):
+    values = sorted(value for value, n in counts.items() for _ in range(n))
+    found = distribution(counts)
+    if not values:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.count, found.min, found.max) == (len(values), values[0], values[-1])
+    assert found.mean == pytest.approx(sum(values) / len(values))
+    for share, got in ((0.5, found.p50), (0.95, found.p95)):
+        assert sum(v <= got for v in values) >= share * len(values)
+        assert sum(v < got for v in values) < share * len(values)
+
+
+def test_numbers_that_json_cannot_hold_become_null():
+    assert finite({"a": float("nan"), "b": [float("inf"), 1]}) == {"a": None, "b": [None, 1]}
+
+
+def test_a_step_that_was_done_again_after_a_restart_is_shown_once():
+    assert history([{"step": 2, "reward_mean": 0.9}, {"step": 2, "reward_mean": 0.1}])["reward_mean"] == [0.9]
+
+
+def test_the_wait_is_a_share_of_the_time_of_all_steps():
+    assert wait_share([{"wait_s": 1.0, "step_s": 2.0}, {"wait_s": 0.0, "step_s": 2.0}, {"step_s": 9.0}]) == 0.25
