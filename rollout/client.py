@@ -138,6 +138,13 @@ class EngineClient:
 
         routes_start: first sequence position whose routes come back. Raises EngineError as a whole request can fail.
         """
+        answers = await self.ask_generate(prompt_ids, n, sampling, routes_start)
+        return [self._sample(answer, len(prompt_ids), routes_start) for answer in answers]
+
+    async def ask_generate(
+        self, prompt_ids: Sequence[int], n: int, sampling: Sampling, routes_start: int
+    ) -> list[dict[str, Any]]:
+        """As `generate`, but the answers as they are, unchecked."""
         self._check_prompt(prompt_ids, sampling, routes_start)
         parameters = {
             "temperature": sampling.temperature,
@@ -152,7 +159,7 @@ class EngineClient:
         answers = answers if isinstance(answers, list) else [answers]
         if len(answers) != n:
             raise InvalidAnswer(f"{len(answers)} answers for n = {n}")
-        return [self._sample(answer, len(prompt_ids), routes_start) for answer in answers]
+        return answers
 
     async def model_info(self) -> dict[str, Any]:
         """/model_info: model_path, weight_version, ..."""
@@ -160,6 +167,10 @@ class EngineClient:
         if not isinstance(answer, dict):
             raise InvalidAnswer("/model_info is not an object")
         return answer
+
+    async def healthy(self) -> None:
+        """Raises EngineError unless the engine has started and answers its own health check."""
+        await self._call("GET", "/health", empty=True)
 
     async def running(self) -> int:
         """Requests that the engine computes or has waiting."""
@@ -190,7 +201,7 @@ class EngineClient:
         except InvalidAnswer as error:
             return error
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, empty: bool = False) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):  # httpx's limits are for each read, this is for all of it
                 response = await self._http.request(method, path, json=body)
@@ -208,6 +219,8 @@ class EngineClient:
             raise KeyRefused(f"{self.url} refuses the API key. Set LAGRANGE_ENGINE_API_KEY to the engine's.")
         if response.status_code != 200:
             raise RequestRefused(f"{self.url}{path}: {response.status_code} {response.text[:200]}")
+        if empty:
+            return None
         try:
             return response.json()
         except ValueError as error:

@@ -360,6 +360,7 @@ async def test_a_newer_engine_is_asked_when_an_old_one_is_past_the_bound(
     run: Run, url: str, folder: Path, make_config: ConfigFactory
 ) -> None:
     other = FakeEngine(version="3")
+    run.publish()
     for _ in range(3):
         run.train()
     run.broker.remove_engine("engine-1")

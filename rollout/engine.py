@@ -1,0 +1,269 @@
+"""`lagrange engine`: keeps one SGLang server alive, and tells the registry what it is.
+
+Invariant: the engine is JOINING in the registry only after a probe showed that it gives log-probs, versions and routes;
+weight-sync alone makes it SERVING, once it has loaded and confirmed a published version. When the process ends it is
+GONE at once. Heartbeats never overwrite what weight-sync wrote: they are sent only while the record is JOINING. The
+server dies with this process; this process gives up after MAX_FAILURES starts in a row that came to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from broker.errors import BrokerError
+from broker.logs import configure_logs
+from broker.types import EngineRecord, EngineState
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
+from rollout.checkpoint import Checkpoint, read_checkpoint
+from rollout.client import EngineBusy, EngineClient, EngineDropped, EngineError, EngineTimeout, EngineUnreachable
+from rollout.command import Launch, engine_launch, key_file_text
+from rollout.connect import connect_broker
+from rollout.diagnosis import Diagnosis, diagnose
+from rollout.ports import EngineRegistry
+from rollout.probe import probe
+from rollout.process import ServerProcess
+from rollout.threads import in_thread
+
+LOG = structlog.get_logger()
+T = TypeVar("T")
+MAX_FAILURES = 5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+BEAT_S = 1.0
+HUNG_S = 60.0  # a server that has not answered at all for so long is started again
+PROBE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a supervisor runs. url: where others reach it. key_file: written at start, removed at the end."""
+
+    engine_id: str
+    url: str
+    launch: Launch
+    checkpoint: Checkpoint
+    log: Path
+    key: str | None
+    key_file: Path | None
+    port: int
+
+
+def make_plan(config: RunConfig, index: int) -> Plan:
+    """Read and check what a start needs. Raises ConfigError with one clear message; writes the key file."""
+    engine = config.engine
+    if config.model.path is None:
+        raise ConfigError("model.path is not set. Set it, or start the run with `lagrange up`, which makes model.tiny.")
+    checkpoint = read_checkpoint(config.model.path)
+    if not any(config.model.path.glob("*.safetensors")):
+        raise ConfigError(f"model.path: {config.model.path} has no *.safetensors. Complete the checkpoint.")
+    if not os.access(engine.python, os.X_OK):
+        raise ConfigError(f"engine.python: {engine.python} is missing or no program. Run `make setup`, or set it.")
+    port = _free_port(engine.host, engine.port + index if engine.port else 0)
+    key = read_secret(ENGINE_API_KEY)
+    key_file = None
+    if key is not None:
+        key_file = config.run.folder / f".engine-{index}.yaml"
+        _write_private(key_file, key_file_text(key))
+    host = socket.gethostname() if engine.host in ("0.0.0.0", "::", "") else engine.host
+    return Plan(
+        engine_id=f"engine-{index}",
+        url=f"http://{host}:{port}",
+        launch=engine_launch(
+            engine, checkpoint, port, environment=os.environ, key_file=key_file, seed=config.run.seed + index
+        ),
+        checkpoint=checkpoint,
+        log=config.run.folder / "logs" / f"sglang-{index}.log",
+        key=key,
+        key_file=key_file,
+        port=port,
+    )
+
+
+class Supervisor:
+    """Keeps the server of a plan alive; `run` is its whole life."""
+
+    def __init__(self, plan: Plan, config: RunConfig, registry: EngineRegistry) -> None:
+        self._plan, self._config, self._registry = plan, config, registry
+        self._broker_s = 3 * config.redis.timeout_s
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """0 when told to stop, 1 when the server cannot be kept alive."""
+        failures, pause = 0, FIRST_PAUSE_S
+        while not stop.is_set():
+            began = time.monotonic()
+            ready, diagnosis = await self._one_life(stop)
+            if stop.is_set():
+                break
+            failures = 0 if ready and time.monotonic() - began > 2 * LONGEST_PAUSE_S else failures + 1
+            pause = FIRST_PAUSE_S if failures <= 1 else min(2 * pause, LONGEST_PAUSE_S)
+            LOG.error("the engine ended", problem=diagnosis.message, failures=failures, log=str(self._plan.log))
+            await self._tell(EngineState.GONE, diagnosis.message)
+            if diagnosis.hopeless or failures >= MAX_FAILURES:
+                LOG.error("cannot keep the engine alive", problem=diagnosis.message)
+                return 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), pause)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._tell(EngineState.GONE, "stopped"), 1.0)
+        return 0
+
+    async def _one_life(self, stop: asyncio.Event) -> tuple[bool, Diagnosis]:
+        """Start the server and stay until it ends or we are told to stop; whether it became ready, and why it ended."""
+        plan, engine = self._plan, self._config.engine
+        LOG.info("starting the engine", url=plan.url, log=str(plan.log))
+        began = time.monotonic()
+        try:
+            server = await ServerProcess.start(plan.launch, plan.log, plan.key)
+        except OSError as error:
+            return False, Diagnosis(f"the engine's process cannot be started: {error.strerror}")
+        client = EngineClient(plan.url, plan.checkpoint, api_key=plan.key, timeout_s=PROBE_S)
+        try:
+            problem = await _first(stop.wait(), server.wait(), self._until_ready(client))
+            if stop.is_set() or server.exit_code is not None:
+                return False, diagnose(server.exit_code, server.lines, engine, plan.port)
+            if problem:
+                seen = diagnose(None, server.lines, engine, plan.port)
+                return False, replace(seen, message=f"{problem}; {seen.message}")
+            LOG.info("the engine is ready", url=plan.url, pid=server.pid, seconds=round(time.monotonic() - began, 1))
+            await _first(stop.wait(), server.wait(), self._watch(server, client))
+            if stop.is_set() or server.exit_code is not None:
+                return True, diagnose(server.exit_code, server.lines, engine, plan.port)
+            return True, Diagnosis(f"the engine has not answered for {HUNG_S:g} s and is started again")
+        finally:
+            await server.stop()
+            await client.close()
+
+    async def _until_ready(self, client: EngineClient) -> str:
+        """Wait for the first answer, then probe; "" or what is wrong."""
+        deadline = time.monotonic() + self._config.engine.start_timeout_s
+        while time.monotonic() < deadline:
+            try:
+                await client.healthy()
+                await probe(client)
+                return ""
+            except (EngineUnreachable, EngineBusy, EngineDropped, EngineTimeout):
+                await asyncio.sleep(0.25)
+            except EngineError as error:
+                return f"the probe failed: {error}"
+        return "no answer"
+
+    async def _watch(self, server: ServerProcess, client: EngineClient) -> None:
+        """Keep the registry informed; returns when the server has not answered for HUNG_S."""
+        answered = time.monotonic()
+        registered = False
+        while time.monotonic() - answered < HUNG_S:
+            try:
+                registered = await self._beat(server.pid, registered)
+            except (BrokerError, TimeoutError) as error:
+                LOG.warning("the registry is away", detail=str(error))
+            await asyncio.sleep(BEAT_S)
+            try:
+                async with asyncio.timeout(HUNG_S / 4):
+                    await client.model_info()
+                answered = time.monotonic()
+            except (EngineUnreachable, EngineDropped, EngineTimeout, TimeoutError):
+                continue
+            except EngineError:  # any answer at all shows that it lives
+                answered = time.monotonic()
+
+    async def _beat(self, pid: int, registered: bool) -> bool:
+        """Register once, and again if Redis lost the record; True when the record is there."""
+        plan = self._plan
+        records = await self._ask(self._registry.engines)
+        known = next((r for r in records if r.engine_id == plan.engine_id), None)
+        if not registered or known is None:
+            record = EngineRecord(plan.engine_id, plan.url, EngineState.JOINING, pid=pid)
+            await self._ask(partial(self._registry.register_engine, record))
+        elif known.state is EngineState.JOINING:  # weight-sync does it from then on
+            await self._ask(partial(self._registry.update_engine, known, EngineState.JOINING))
+        return True
+
+    async def _tell(self, state: EngineState, detail: str) -> None:
+        """Write the engine's state into the registry, if Redis is there."""
+        record = EngineRecord(self._plan.engine_id, self._plan.url, state, detail=detail[:300])
+        try:
+            await self._ask(partial(self._registry.update_engine, record, None))
+        except (BrokerError, TimeoutError) as error:
+            LOG.warning("the registry is away", detail=str(error))
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        return await in_thread(call, self._broker_s)
+
+
+def main(config: RunConfig, index: int) -> int:
+    """Entry point of `lagrange engine`; index: number of this engine, 0, 1, ...
+
+    Returns the exit code: 0 after SIGTERM or SIGINT, 1 when the server cannot be kept alive, 2 for a configuration that
+    cannot be used (no interpreter, no checkpoint, a port in use).
+    """
+    configure_logs(config.run.id, f"engine-{index}")
+    try:
+        if config.redis.url is None:
+            raise ConfigError("redis.url is not set. Set it, or start the run with `lagrange up`.")
+        plan, password = make_plan(config, index), read_secret(REDIS_PASSWORD)
+    except ConfigError as error:
+        LOG.error("cannot start", problem=str(error))
+        return 2
+    try:
+        return asyncio.run(_serve(plan, config, password))
+    finally:
+        if plan.key_file is not None:
+            plan.key_file.unlink(missing_ok=True)
+
+
+async def _serve(plan: Plan, config: RunConfig, password: str | None) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    broker = await connect_broker(config, password, stop)
+    return 0 if broker is None else await Supervisor(plan, config, broker).run(stop)
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> Any:
+    """The result of what ends first; the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return next(iter(done)).result()
+
+
+def _free_port(host: str, wanted: int) -> int:
+    """`wanted`, or a free port for 0. Raises ConfigError if something listens there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, wanted))
+        except OSError as error:
+            raise ConfigError(
+                f"engine.port: port {wanted} on {host} cannot be used ({error.strerror}). Choose another, or 0."
+            ) from error
+        return int(sock.getsockname()[1])
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"run.directory: {path} cannot be written ({error.strerror}).") from error

@@ -1,0 +1,106 @@
+"""One SGLang server as a child process: its log, its end, and that nothing of it is left behind.
+
+Invariant: the server and all its processes are in one process group of their own; `stop` returns with the group gone
+within STOP_S, and the kernel kills the server when this process dies in any way (rollout/die_with_parent.py). The API
+key is in no line that is written down: SGLang prints its arguments, key included, at start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from pathlib import Path
+
+from rollout.command import Launch
+
+STOP_S = 2.5
+KEPT_LINES = 60
+LOG_BYTES = 64 << 20  # then the log becomes <name>.1 and a new one begins
+
+
+class ServerProcess:
+    """A running server; make it with `start`. lines: the end of its output."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, secret: str | None) -> None:
+        self._process, self._log, self._secret = process, log, secret
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._pump = asyncio.create_task(self._forward())
+
+    @classmethod
+    async def start(cls, launch: Launch, log: Path, secret: str | None) -> ServerProcess:
+        """Start it; output goes to `log`, without `secret`. Raises OSError if no process can be made."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        tie = str(Path(__file__).with_name("die_with_parent.py"))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            tie,
+            str(os.getpid()),
+            *launch.argv,
+            env=launch.environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            limit=1 << 20,
+        )
+        return cls(process, log, secret)
+
+    @property
+    def pid(self) -> int:
+        """Process id, also the id of the group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Wait for its end; its exit code."""
+        code = await self._process.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._pump), 0.5)
+        return code
+
+    async def stop(self) -> None:
+        """End the server and all its processes: SIGTERM, and SIGKILL after STOP_S seconds."""
+        if self.exit_code is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), STOP_S)
+        self._signal(signal.SIGKILL)  # also what the first process left behind
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), 1.0)
+        self._pump.cancel()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    async def _forward(self) -> None:
+        stream = self._process.stdout
+        if stream is None:
+            return
+        while True:
+            try:
+                raw = await stream.readline()
+            except ValueError:  # a line beyond the limit: asyncio has dropped it
+                continue
+            if not raw:
+                return
+            line = raw.decode("utf-8", "replace").rstrip("\n")
+            if self._secret:
+                line = line.replace(self._secret, "***")
+            self.lines.append(line)
+            with contextlib.suppress(OSError):  # a full disk must not end the engine
+                self._write(line)
+
+    def _write(self, line: str) -> None:
+        if self._log.exists() and self._log.stat().st_size > LOG_BYTES:
+            self._log.replace(self._log.with_name(f"{self._log.name}.1"))
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")

@@ -1,0 +1,295 @@
+"""How a server is started and what is said when it does not start; without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from broker.queue import Broker
+from broker.types import EngineState
+from configs.load import ConfigError
+from configs.schema import EngineSection, RunConfig
+from rollout import engine as supervising
+from rollout.checkpoint import read_checkpoint
+from rollout.command import Launch, engine_launch, key_file_text
+from rollout.diagnosis import diagnose
+from rollout.engine import Plan, Supervisor, main, make_plan
+from rollout.process import ServerProcess
+from tests.conftest import ConfigFactory
+from tests.rollout.helpers import CHECKPOINT, tiny_folder, until
+
+ENVIRONMENT = {"PATH": "/bin", "LAGRANGE_REDIS_PASSWORD": "p", "LAGRANGE_ENGINE_API_KEY": "k", "HOME": "/root"}
+
+
+def launch(**fields: Any) -> Launch:
+    return engine_launch(EngineSection(**fields), CHECKPOINT, 30000, environment=ENVIRONMENT, key_file=Path("/k.yaml"))
+
+
+def option(command: Launch, name: str) -> str:
+    return command.argv[command.argv.index(name) + 1]
+
+
+def test_a_cpu_engine_gets_the_plugin_and_one_thread() -> None:
+    command = launch()
+    assert command.argv[1:3] == ("-m", "lagrange_sglang_cpu.serve")
+    assert option(command, "--attention-backend") == "torch_native"
+    assert option(command, "--max-total-tokens") == "20000"
+    assert option(command, "--mem-fraction-static") == "0.3"
+    assert {"--enable-return-routed-experts", "--enable-metrics", "--sleep-on-idle"} <= set(command.argv)
+    assert command.environment["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert command.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_gpu_engine_gets_neither_plugin_nor_cpu_options() -> None:
+    command = launch(device="cuda", dtype="bfloat16", tensor_parallel=4, max_total_tokens=None)
+    assert command.argv[1:3] == ("-m", "sglang.launch_server")
+    assert option(command, "--tp-size") == "4"
+    assert option(command, "--dtype") == "bfloat16"
+    assert not {"--device", "--attention-backend", "--max-total-tokens"} & set(command.argv)
+    assert "SGLANG_USE_CPU_ENGINE" not in command.environment
+
+
+def test_a_dense_model_is_not_asked_for_routes() -> None:
+    dense = replace(CHECKPOINT, experts=0, top_k=0)
+    command = engine_launch(EngineSection(), dense, 1, environment={}, key_file=None)
+    assert "--enable-return-routed-experts" not in command.argv
+    assert "--config" not in command.argv
+
+
+def test_no_secret_is_on_the_command_line_or_in_the_environment_of_the_server() -> None:
+    command = launch()
+    assert option(command, "--config") == "/k.yaml"
+    assert not any(name.startswith("LAGRANGE_") for name in command.environment)
+
+
+def test_the_server_starts_under_a_version_that_is_no_integer() -> None:
+    assert not option(launch(), "--weight-version").isdecimal()
+
+
+def test_extra_arguments_come_last_so_that_they_win() -> None:
+    assert launch(extra_arguments=("--log-level", "debug")).argv[-2:] == ("--log-level", "debug")
+
+
+def test_the_key_file_is_yaml_whatever_the_key() -> None:
+    key = 'a: "b" #c'
+    assert json.loads(key_file_text(key).removeprefix("api-key: ")) == key
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "says", "hopeless"),
+    [
+        (127, [], "engine.python", True),
+        (1, ["ModuleNotFoundError: No module named 'sglang'"], "has no sglang", True),
+        (1, ["x.py: No module named lagrange_sglang_cpu"], "has no lagrange_sglang_cpu", True),
+        (1, ["[Errno 98] error while attempting to bind: address already in use"], "engine.port", False),
+        (1, ["RuntimeError: Not enough memory. Please try to increase"], "engine.memory_fraction", False),
+        (-9, ["fine"], "memory", False),
+        (2, ["launch_server.py: error: unrecognized arguments: --foo"], "--foo", True),
+        (1, ["RuntimeError: Cannot find any model weights with `/m`"], "model.path", True),
+        (None, ["still loading"], "still loading", False),
+        (3, ["the last words", ""], "the last words", False),
+        (3, [], "printed nothing", False),
+    ],
+)
+def test_the_cause_is_named_with_what_to_do(code: int | None, lines: list[str], says: str, hopeless: bool) -> None:
+    found = diagnose(code, lines, EngineSection(), 30000)
+    assert says in found.message
+    assert found.hopeless is hopeless
+
+
+@pytest.fixture
+def config(make_config: ConfigFactory, tmp_path: Path) -> RunConfig:
+    folder = tiny_folder(tmp_path)
+    return make_config(**{"model": {"path": folder}, "engine.python": sys.executable, "redis.url": "redis://x"})
+
+
+def test_a_plan_holds_what_a_start_needs(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAGRANGE_ENGINE_API_KEY", "very-secret")
+    plan = make_plan(config, 2)
+    assert (plan.engine_id, plan.url) == ("engine-2", f"http://127.0.0.1:{plan.port}")
+    assert plan.key_file is not None
+    assert stat.S_IMODE(plan.key_file.stat().st_mode) == 0o600
+    assert "very-secret" in plan.key_file.read_text()
+    assert not any("very-secret" in part for part in plan.launch.argv)
+
+
+def broken(config: RunConfig, section: str, **changes: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+
+
+def test_what_is_missing_is_named_before_anything_starts(config: RunConfig, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        cases = {
+            "engine.python": broken(config, "engine", python=tmp_path / "none"),
+            "model.path": broken(config, "model", path=tmp_path / "none"),
+            "engine.port": broken(config, "engine", port=taken.getsockname()[1]),
+        }
+        for field, case in cases.items():
+            with pytest.raises(ConfigError, match=field):
+                make_plan(case, 0)
+    assert main(cases["engine.python"], 0) == 2
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    with pytest.raises(ConfigError, match="safetensors"):
+        make_plan(broken(config, "model", path=empty), 0)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("key=topsecret child", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def python(code: str) -> Launch:
+    return Launch((sys.executable, "-c", code), dict(os.environ))
+
+
+async def test_stop_ends_the_whole_family_and_the_key_is_not_in_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "sglang-0.log"
+    server = await ServerProcess.start(python(FAMILY), log, "topsecret")
+    await until(lambda: bool(server.lines))
+    child = int(server.lines[-1].split()[-1])
+    began = time.monotonic()
+    await server.stop()
+    assert time.monotonic() - began < 5
+    assert server.exit_code == -signal.SIGTERM
+    await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
+    assert log.read_text().startswith("key=*** child")
+
+
+async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
+    server = await ServerProcess.start(python(code), tmp_path / "log", None)
+    await until(lambda: bool(server.lines))
+    began = time.monotonic()
+    await server.stop()
+    assert time.monotonic() - began < 5
+    assert server.exit_code == -signal.SIGKILL
+
+
+async def test_an_interpreter_that_cannot_be_run_ends_with_127(tmp_path: Path) -> None:
+    server = await ServerProcess.start(Launch(("/no/such/python",), {}), tmp_path / "log", None)
+    assert await server.wait() == 127
+    assert "/no/such/python" in server.lines[-1]
+    await server.stop()
+
+
+def test_the_server_dies_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys; from pathlib import Path; from rollout.command import Launch\n"
+        "from rollout.process import ServerProcess\n"
+        "async def go():\n"
+        "    server = await ServerProcess.start(Launch((sys.executable, '-c', 'import time; time.sleep(600)'), {}),"
+        f" Path({str(tmp_path / 'log')!r}), None)\n"
+        "    print(server.pid, flush=True); await asyncio.sleep(600)\n"
+        "asyncio.run(go())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        child = int(supervisor.stdout.readline())
+        assert psutil.pid_exists(child)
+        supervisor.kill()
+    end = time.monotonic() + 5
+    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
+        assert time.monotonic() < end, "an orphan"
+
+
+# --- the supervisor, with a fake server -------------------------------------------------------------------------------
+
+SERVER = """
+import sys, uvicorn
+from tests.fakes.engine import FakeEngine
+uvicorn.run(FakeEngine(version="unconfirmed").app, port=int(sys.argv[1]), log_level="critical")
+"""
+
+
+def fake_plan(config: RunConfig, code: str = SERVER) -> Plan:
+    plan = make_plan(config, 0)
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return replace(plan, launch=Launch((sys.executable, "-c", code, str(plan.port)), here))
+
+
+async def test_a_server_is_joining_after_the_probe_gone_when_it_dies_and_started_again(
+    config: RunConfig, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(supervising, "BEAT_S", 0.05)
+    stop = asyncio.Event()
+    life = asyncio.create_task(Supervisor(fake_plan(config), config, broker).run(stop))
+    await until(lambda: any(r.state is EngineState.JOINING for r in broker.engines()))
+    (first,) = broker.engines()
+    assert (first.version, first.url.startswith("http://127.0.0.1:")) == (-1, True)
+    assert broker.update_engine(replace(first, state=EngineState.SERVING, version=5), EngineState.JOINING)
+    os.kill(first.pid, signal.SIGKILL)
+    seen = []
+    await until(lambda: seen.append(broker.engines()[0]) or seen[-1].state is EngineState.GONE)  # type: ignore[func-returns-value]
+    assert {r.version for r in seen if r.state is EngineState.SERVING} <= {5}
+    assert "killed" in seen[-1].detail
+    await until(lambda: broker.engines()[0].state is EngineState.JOINING)
+    assert broker.engines()[0].pid != first.pid
+    stop.set()
+    assert await asyncio.wait_for(life, 5) == 0
+    assert broker.engines()[0].state is EngineState.GONE
+
+
+async def test_heartbeats_leave_what_weight_sync_wrote_alone(
+    config: RunConfig, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "BEAT_S", 0.02)
+    stop = asyncio.Event()
+    life = asyncio.create_task(Supervisor(fake_plan(config), config, broker).run(stop))
+    await until(lambda: bool(broker.engines()))
+    serving = replace(broker.engines()[0], state=EngineState.SERVING, version=3, checksum="sum")
+    assert broker.update_engine(serving, None)
+    end = time.monotonic() + 0.3
+    await until(lambda: time.monotonic() > end)
+    assert (broker.engines()[0].version, broker.engines()[0].checksum) == (3, "sum")
+    broker.remove_engine("engine-0")  # as after a loss of Redis' data
+    await until(lambda: bool(broker.engines()))
+    assert broker.engines()[0].state is EngineState.JOINING
+    stop.set()
+    assert await asyncio.wait_for(life, 5) == 0
+
+
+async def test_a_server_that_never_starts_is_given_up_after_some_tries(
+    config: RunConfig, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervising, "LONGEST_PAUSE_S", 0.02)
+    count = config.run.folder / "starts"
+    code = f"import sys, pathlib; pathlib.Path({str(count)!r}).open('a').write('x'); sys.exit(3)"
+    assert await Supervisor(fake_plan(config, code), config, broker).run(asyncio.Event()) == 1
+    assert count.read_text() == "x" * supervising.MAX_FAILURES
+    assert broker.engines() == ()
+
+
+async def test_a_hopeless_start_is_tried_once(config: RunConfig, broker: Broker) -> None:
+    plan = replace(make_plan(config, 0), launch=Launch(("/no/such/python",), {}))
+    assert await Supervisor(plan, config, broker).run(asyncio.Event()) == 1
+
+
+def test_a_checkpoint_is_read_from_its_json(tmp_path: Path) -> None:
+    found = read_checkpoint(tiny_folder(tmp_path))
+    assert (found.layers, found.experts, found.top_k, found.vocabulary, found.context) == (2, 8, 2, 32, 512)
+    assert found.stop_ids == (2,)
+    assert found.routed
