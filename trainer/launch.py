@@ -1,19 +1,157 @@
 """Starts the trainer's ranks.
 
 Invariant: the ranks of one trainer live and die together, and none outlives the process that started them.
+
+`python -m trainer.launch MODULE ARGUMENTS...` is one rank: it asks the kernel to be killed with its parent, then runs
+MODULE.main(ARGUMENTS).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
+from configs.load import ConfigError
 from configs.schema import RunConfig
+
+STOP_GRACE_S = 8.0
+"""After one rank has ended badly, or a signal came, the others have this long to end by themselves, in seconds."""
+
+_POLL_S = 0.05
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+_PARENT = "LAGRANGE_LAUNCHER_PID"
 
 
 def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
-    """Run `python -m module *arguments` on every rank of trainer.layout; returns the exit code (0 if all ranks' is 0).
+    """Run module.main(arguments) on every rank of trainer.layout; returns the exit code (0 if all ranks' is 0).
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. With one rank the
-    module runs in this process (module.main(arguments)). When one rank fails, the others are ended within 10 seconds.
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. With one rank, or when
+    torchrun has already started this process as one, the module runs in this process. SIGTERM and SIGINT are passed on
+    to the ranks; when one fails, the others are ended within STOP_GRACE_S and a little. Ranks on several machines:
+    torchrun. Raises ConfigError for launcher "ray".
     """
-    raise NotImplementedError
+    if config.trainer.launcher == "ray":
+        raise ConfigError("trainer.launcher: ray is not available in this version. Set local or torchrun.")
+    ranks = config.trainer.layout.ranks
+    if ranks == 1 or "RANK" in os.environ:
+        return run_module(module, arguments)
+    if config.trainer.launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return _together([([*command, "-m", "trainer.launch", module, *arguments], {})])
+    port = str(config.trainer.port or _free_port())
+    here = [sys.executable, "-m", "trainer.launch", module, *arguments]
+    return _together(
+        [
+            (
+                here,
+                {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                    _PARENT: str(os.getpid()),
+                },
+            )
+            for rank in range(ranks)
+        ]
+    )
+
+
+def run_module(module: str, arguments: Sequence[str]) -> int:
+    """module.main(arguments) in this process; its exit code."""
+    return int(importlib.import_module(module).main(list(arguments)) or 0)
+
+
+def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
+    """Run processes until all have ended, or one has failed; returns the first failure's exit code, else 0."""
+    with _signals_noted() as noted:
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            processes += (subprocess.Popen(command, env=os.environ | extra) for command, extra in commands)
+            passed_on: float | None = None
+            while True:
+                codes = [process.poll() for process in processes]
+                failed = next((code for code in codes if code), None)
+                if failed is not None:
+                    return 128 - failed if failed < 0 else failed
+                if all(code == 0 for code in codes):
+                    return 0
+                if noted and passed_on is None:
+                    passed_on = time.monotonic()
+                    for process in processes:
+                        _send(process, noted[0])
+                if passed_on is not None and time.monotonic() - passed_on > STOP_GRACE_S:
+                    return 128 + noted[0]
+                time.sleep(_POLL_S)
+        finally:
+            _end(processes)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM, STOP_GRACE_S of patience, SIGKILL."""
+    for process in processes:
+        _send(process, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_GRACE_S)
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        process.send_signal(number)
+
+
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT go into the list that is yielded; the handlers of before come back at the end."""
+    noted: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        noted.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    """On Linux: SIGKILL for this process when the launcher is gone; at once if it is gone already."""
+    parent = os.environ.get(_PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(1)
+
+
+def main() -> int:
+    """One rank."""
+    _die_with_parent()
+    return run_module(sys.argv[1], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,16 +1,18 @@
-"""One rank of a test: python -m tests.trainer_megatron.worker OUT SPEC, where SPEC is JSON.
+"""What the ranks of a test do: python -m tests.trainer_megatron.worker OUT SPEC, where SPEC is JSON.
 
-SPEC: {"config": overrides of RunConfig by dotted name, "model": folder, "do": [[name, {arguments}], ...]}. Each name is a
-function below; what it returns goes to OUT/<position>.safetensors, written by rank 0.
+SPEC: {"config": overrides of RunConfig by dotted name, "do": [[name, key, {arguments}], ...]}. A name is "model" (load the
+model of `folder`, under further `overrides`) or a function below, whose result goes to OUT/<key>.safetensors.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -19,9 +21,11 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from tests.trainer_megatron import data
+from trainer.launch import run_ranks
 from trainer.megatron.checkpoint import TrainingState, latest_on_all, load_checkpoint, save_checkpoint
 from trainer.megatron.parallel import gather_bytes, parallel
 from trainer.megatron.policy import PolicyModel
+from trainer.megatron.replay import InvalidRoutes
 
 Named = dict[str, Tensor]
 
@@ -139,6 +143,56 @@ def load(policy: PolicyModel, root: str) -> Named:
     return weight_tensors(policy, lambda p: p) | {"step": torch.tensor(state.step)}
 
 
+def refuse_routes(policy: PolicyModel) -> Named:
+    """1 where a bad trace was refused before it reached the model."""
+    good = data.micro_batch((0, 1), with_routes=True)
+    assert good.routes is not None
+    bad = {name: good.routes.clone() for name in ("range", "twice")}
+    bad["range"][2, 1, 0] = data.EXPERTS
+    bad["twice"][2, 1] = 3
+    out: Named = {}
+    for name, routes in bad.items():
+        try:
+            policy.forward_backward([dataclasses.replace(good, routes=routes)], data.micro_batch_loss)
+        except InvalidRoutes:
+            out[name] = torch.ones(1)
+    return out
+
+
+def own_routes(policy: PolicyModel) -> Named:
+    """Record what the live router chooses for each micro-batch: uint8 [rows, layers, top_k] by micro-batch."""
+    out: Named = {}
+    for i, members in enumerate(data.MICRO_BATCHES):
+        seen: list[Tensor] = []
+        hooks = [
+            layer.mlp.router.register_forward_hook(lambda _, __, result: seen.append(result[1]))
+            for layer in policy.parts.gpt.decoder.layers
+        ]
+        batch = data.micro_batch(members, with_routes=False)
+        policy.log_probs([batch])
+        for hook in hooks:
+            hook.remove()
+        chosen = torch.stack([routing.int().topk(data.TOP_K).indices for routing in seen], 1)
+        out[str(i)] = chosen.to(torch.uint8)
+    return out
+
+
+def replay_own(policy: PolicyModel) -> Named:
+    """Gradients with the live router's own choices replayed."""
+    recorded = own_routes(policy)
+    batches = [
+        dataclasses.replace(
+            data.micro_batch(members, with_routes=True),
+            routes=recorded[str(i)],
+        )
+        for i, members in enumerate(data.MICRO_BATCHES)
+    ]
+    policy.forward_backward(batches, data.micro_batch_loss, entropy_gradient=True)
+    out = {f"grad/{k}": v for k, v in weight_tensors(policy, lambda p: p.main_grad).items()}
+    out["overlap"] = torch.tensor(policy.replay_metrics().overlap)
+    return out
+
+
 def noise(policy: PolicyModel) -> Named:
     """What the random generators give next."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -149,26 +203,33 @@ def noise(policy: PolicyModel) -> Named:
 
 
 DO: dict[str, Callable[..., Named]] = {
-    f.__name__: f for f in (scores, gradients, drop_gradients, step, export, save, load, noise)
+    f.__name__: f for f in (scores, gradients, drop_gradients, step, export, save, load, noise, refuse_routes, replay_own)
 }
 
 
-def main() -> None:
-    """Run the spec on this rank."""
-    out, spec = Path(sys.argv[1]), json.loads(sys.argv[2])
+def main(arguments: Sequence[str]) -> int:
+    """Run the spec: start the ranks, or be one of them."""
+    out, spec = Path(arguments[0]), json.loads(arguments[1])
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     config = run_config(spec["config"])
+    if config.trainer.layout.ranks > 1 and "RANK" not in os.environ:
+        return run_ranks(config, "tests.trainer_megatron.worker", arguments)
+    torch.set_num_threads(1)
     with parallel(config) as ranks:
-        policy = PolicyModel.create(config, ranks, Path(spec["model"]))
-        for i, (name, arguments) in enumerate(spec["do"]):
-            result = DO[name](policy, **arguments)
+        policy: PolicyModel | None = None
+        for name, key, options in spec["do"]:
+            if name == "model":
+                chosen = run_config(spec["config"] | options.get("overrides", {}))
+                policy = PolicyModel.create(chosen, ranks, Path(options["folder"]))
+                continue
+            assert policy is not None
+            result = DO[name](policy, **options)
             if ranks.is_main:
-                safetensors.torch.save_file(
-                    {k: v.contiguous().clone() for k, v in result.items()}, str(out / f"{i}.safetensors")
-                )
+                named = {k: v.contiguous().clone() for k, v in result.items()}
+                safetensors.torch.save_file(named, str(out / f"{key}.safetensors"))
         ranks.barrier()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))
