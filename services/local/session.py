@@ -44,10 +44,12 @@ Commands = Callable[[Role], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Seconds that each group of processes gets to end by itself; their sum stays below ten."""
+    """Seconds that processes get to end by themselves before they are killed; their sum stays well below ten.
 
-    workers_and_trainer: float = 4.5
-    services_and_engines: float = 2.5
+    users: all that talk to Redis, at the same time. redis: the server, after them, so that they can hand work back.
+    """
+
+    users: float = 6.0
     redis: float = 1.5
 
 
@@ -274,11 +276,9 @@ class Session:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def _finish(self, end: End) -> None:
-        """End what makes work, read the last snapshot, write ledger and report, and say how it went."""
+        """End all but Redis, read the last snapshot, write ledger and report, and say how it went."""
         folder = self._plan.folder
-        budget = self._settings.budget
-        first = [name for name in self._processes.children if name.startswith("worker")]
-        self._processes.stop([*first, "trainer"], budget.workers_and_trainer)
+        self._stop_users()
         if self._broker is not None:
             try:
                 if end.status != "finished":
@@ -286,26 +286,22 @@ class Session:
                 self._snapshot = self._broker.snapshot()
             except BrokerError as error:
                 self._tell(str(error))
-        if end.code != STOPPED and self._snapshot is not None:
-            self._metrics.read()
+        if self._snapshot is not None:
             write_report(folder, self._plan.config, self._snapshot)
-        say = self._console
         if end.status == "finished":
-            say.print(f"Finished: {end.why}. Report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
-        elif end.code == STOPPED:
-            say.print(f"Stopped. Go on with: lagrange up --resume {folder}", soft_wrap=True, highlight=False)
+            said = f"Finished: {end.why}. Report: {folder / 'report.html'}"
         else:
-            say.print(f"Failed: {end.why}", soft_wrap=True, markup=False, highlight=False)
-            say.print(f"Go on with: lagrange up --resume {folder}", soft_wrap=True, highlight=False)
+            how = "Stopped." if end.code == STOPPED else f"Failed: {end.why}\n"
+            said = f"{how} Go on with: lagrange up --resume {folder}"
+        self._console.print(said, soft_wrap=True, markup=False, highlight=False)
 
     def _stop_all(self) -> None:
         """End everything that still runs, those that others need last."""
-        budget = self._settings.budget
-        names = list(self._processes.children)
-        first = [name for name in names if name.startswith(("worker", "trainer"))]
-        middle = [name for name in names if name not in first and name != "redis"]
-        self._processes.stop(first, budget.workers_and_trainer)
-        self._processes.stop(middle, budget.services_and_engines)
+        self._stop_users()
         if self._broker is not None:
             self._broker.close()
-        self._processes.stop(["redis"], budget.redis)
+        self._processes.stop(["redis"], self._settings.budget.redis)
+
+    def _stop_users(self) -> None:
+        names = [name for name in self._processes.children if name != "redis"]
+        self._processes.stop(names, self._settings.budget.users)
