@@ -6,11 +6,13 @@ token is compared in constant time; an answer above 299 always is `{"error": {"r
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import os
+import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -246,7 +248,20 @@ def address_of(listener: socket.socket) -> str:
 def serve_until_signal(app: FastAPI, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; open connections get two seconds to end."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, ws="none")
-    uvicorn.Server(config).run(sockets=[listener])
+    _Server(config).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Ends on a signal as on any other end: uvicorn's own raises it again, so that the exit code would be -15."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def run_service(

@@ -1,0 +1,132 @@
+"""Weight-sync against a real SGLang engine: what it reports after a load is what the files say, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from broker.types import EngineState, VersionRecord
+from services.weight_sync.checksums import Verdict, compare, expected_checksums
+from services.weight_sync.engine_client import Done, EngineClient, Timeouts
+from services.weight_sync.lifecycle import Policy
+from services.weight_sync.reconciler import Reconciler, Settings
+from tests.engine_fixture import RealEngine
+from tests.weight_sync.live import until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+def export(engine: RealEngine, folder: Path, version: int) -> VersionRecord:
+    """The engine's checkpoint with every weight moved a little, as a version's folder."""
+    shutil.copytree(engine.folder, folder)
+    rng = np.random.default_rng(version)
+    for file in folder.glob("*.safetensors"):
+        moved = {
+            name: (array * (1 + 0.1 * rng.normal(size=array.shape))).astype(array.dtype)
+            for name, array in load_file(file).items()
+        }
+        save_file(moved, file)
+    files = {
+        f.name: {"bytes": f.stat().st_size, "sha256": hashlib.sha256(f.read_bytes()).hexdigest()}
+        for f in folder.iterdir()
+    }
+    manifest = json.dumps({"format": 1, "algorithm": "sha256", "files": files}).encode()
+    (folder / "manifest.json").write_bytes(manifest)
+    return VersionRecord(version, version, str(folder), hashlib.sha256(manifest).hexdigest())
+
+
+@pytest.fixture
+def engine(real_engine: RealEngine) -> Iterator[RealEngine]:
+    """The session's engine; its first weights and its record are put back afterwards."""
+    record = real_engine.record()
+    yield real_engine
+    real_engine.load(real_engine.folder, 0)
+    real_engine.post("/update_weight_version", {"new_version": "unconfirmed", "abort_all_requests": False})
+    real_engine.broker.register_engine(replace(record, state=EngineState.JOINING, version=-1, checksum=""))
+
+
+@contextlib.asynccontextmanager
+async def syncing(engine: RealEngine, *, drain: bool) -> AsyncIterator[Reconciler]:
+    settings = Settings(
+        policy=Policy(drain=drain),
+        timeouts=Timeouts(probe=20, load=60, pause=30, drain=30),
+        interval_s=0.1,
+        exact_dtype=engine.config.engine.dtype,
+        api_key=engine.key,
+    )
+    async with httpx.AsyncClient(trust_env=False) as http:
+        reconciler = Reconciler(engine.broker, http, settings)
+        task = asyncio.create_task(reconciler.run())
+        try:
+            yield reconciler
+        finally:
+            reconciler.stop()
+            await task
+    assert reconciler.totals.unexpected_errors == 0
+
+
+async def checksums(engine: RealEngine) -> dict[str, str]:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        answer = await EngineClient(http, engine.url, Timeouts(probe=20), engine.key).checksums()
+    assert isinstance(answer, Done), answer
+    return answer.value
+
+
+async def test_updates_reach_a_real_engine_verified_exactly_with_and_without_running_requests(
+    engine: RealEngine, tmp_path: Path
+):
+    broker = engine.broker
+    epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
+
+    def publish() -> VersionRecord:
+        version = broker.name_version(epoch)
+        record = export(engine, tmp_path / f"v{version:06d}", version)
+        broker.publish(epoch, record)
+        return record
+
+    def confirmed(version: int) -> bool:
+        shown = engine.record()
+        return shown.routable and shown.version == version
+
+    first = publish()
+    async with syncing(engine, drain=True) as reconciler:
+        await until(lambda: confirmed(first.version), 120)
+        assert reconciler.members["engine-0"].figures.verified_exactly == 1
+    expected = expected_checksums(Path(first.path), "float32")
+    assert compare(await checksums(engine), expected) == (Verdict.EXACT, "")
+    other = expected_checksums(engine.folder, "float32")
+    assert compare(await checksums(engine), other)[0] is Verdict.DIFFERENT
+
+    async with syncing(engine, drain=False) as reconciler:
+        body = {"input_ids": [[5, 6]] * 4, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        running = asyncio.create_task(asyncio.to_thread(engine.post, "/generate", body))
+        second = publish()
+        await until(lambda: confirmed(second.version), 120)
+        figures = reconciler.members["engine-0"].figures
+        assert figures.verified_exactly == 1
+        assert figures.last_pause_seconds > 0
+        for answer in (await running).json():
+            spans = answer["meta_info"]["weight_versions"]
+            assert len(spans) <= 1, "no sample mixes versions"
+    answer = await asyncio.to_thread(
+        engine.post, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
+    )
+    assert answer.json()["meta_info"]["weight_version"] == str(second.version)
+
+    # Other weights under the confirmed name: only the checksum can tell.
+    await asyncio.to_thread(engine.load, Path(first.path), second.version)
+    async with syncing(engine, drain=True) as reconciler:
+        await until(lambda: reconciler.members and reconciler.members["engine-0"].figures.failures == 1, 60)
+        await until(lambda: confirmed(second.version), 60)
+    assert compare(await checksums(engine), expected_checksums(Path(second.path), "float32"))[0] is Verdict.EXACT
