@@ -45,11 +45,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 BEAT_S = 1.0
 HUNG_S = 60.0  # a server that has not answered at all for so long is started again
 PROBE_S = 60.0
+# What an orchestrator says that starts many engines of the same configuration (docs/deploy/kubernetes.md):
+ADVERTISED_HOST = "LAGRANGE_ADVERTISE_HOST"  # where others reach this engine; else the host name, or engine.host
+SCRATCH = "LAGRANGE_SCRATCH"  # folder for log and key file, where the run's folder cannot be written
+DRAIN = "LAGRANGE_DRAIN_S"  # seconds that running requests get to end when we are told to stop; none: they are cut off
+EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a supervisor runs. url: where others reach it. key_file: written at start, removed at the end."""
+    """What a supervisor runs. url: where others reach it. key_file: written at start, removed at the end.
+
+    engine_id: unique in the run; with a host that is reached from elsewhere it names the host, since every container
+    may run an engine 0. drain_s: see DRAIN.
+    """
 
     engine_id: str
     url: str
@@ -59,6 +68,7 @@ class Plan:
     key: str | None
     key_file: Path | None
     port: int
+    drain_s: float = 0.0
 
 
 def make_plan(config: RunConfig, index: int) -> Plan:
@@ -73,22 +83,26 @@ def make_plan(config: RunConfig, index: int) -> Plan:
         raise ConfigError(f"engine.python: {engine.python} is missing or no program. Run `make setup`, or set it.")
     port = _free_port(engine.host, engine.port + index if engine.port else 0)
     key = read_secret(ENGINE_API_KEY)
+    elsewhere = engine.host in EVERYWHERE
+    host = os.environ.get(ADVERTISED_HOST) or (socket.gethostname() if elsewhere else engine.host)
+    name = f"{index}@{host}" if elsewhere else str(index)
+    scratch = Path(os.environ.get(SCRATCH) or config.run.folder)
     key_file = None
     if key is not None:
-        key_file = config.run.folder / f".engine-{index}.yaml"
+        key_file = scratch / f".engine-{name}.yaml"
         _write_private(key_file, key_file_text(key))
-    host = socket.gethostname() if engine.host in ("0.0.0.0", "::", "") else engine.host
     return Plan(
-        engine_id=f"engine-{index}",
-        url=f"http://{host}:{port}",
+        engine_id=f"engine-{name}",
+        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         launch=engine_launch(
             engine, checkpoint, port, environment=os.environ, key_file=key_file, seed=config.run.seed + index
         ),
         checkpoint=checkpoint,
-        log=config.run.folder / "logs" / f"sglang-{index}.log",
+        log=scratch / "logs" / f"sglang-{name}.log",
         key=key,
         key_file=key_file,
         port=port,
+        drain_s=_seconds(DRAIN),
     )
 
 
@@ -143,8 +157,22 @@ class Supervisor:
                 return True, diagnose(server.exit_code, server.lines, engine, plan.port)
             return True, Diagnosis(f"the engine has not answered for {HUNG_S:g} s and is started again")
         finally:
+            if stop.is_set() and server.exit_code is None:
+                await self._drain(client)
             await server.stop()
             await client.close()
+
+    async def _drain(self, client: EngineClient) -> None:
+        """Leave the registry, so that no worker chooses this engine any more, and let running requests end."""
+        end = time.monotonic() + self._plan.drain_s
+        if self._plan.drain_s <= 0:
+            return
+        with contextlib.suppress(BrokerError, TimeoutError):
+            await self._ask(partial(self._registry.remove_engine, self._plan.engine_id))
+        with contextlib.suppress(EngineError, TimeoutError):
+            while await client.running() and time.monotonic() < end:  # noqa: ASYNC110 - the engine is asked, not awaited
+                await asyncio.sleep(0.2)
+        LOG.info("drained", seconds=round(self._plan.drain_s - (end - time.monotonic()), 1))
 
     async def _until_ready(self, client: EngineClient) -> str:
         """Wait for the first answer, then probe; "" or what is wrong."""
@@ -242,6 +270,15 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> Any:
         for task in tasks:
             task.cancel()
     return next(iter(done)).result()
+
+
+def _seconds(variable: str) -> float:
+    """The number of seconds that a variable holds, 0 if it is not set. Raises ConfigError."""
+    text = os.environ.get(variable, "") or "0"
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{variable}: {text!r} is no number of seconds.") from error
 
 
 def _free_port(host: str, wanted: int) -> int:

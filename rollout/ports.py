@@ -46,5 +46,8 @@ class EngineRegistry(Protocol):
     def update_engine(self, record: EngineRecord, expected_state: EngineState | None = None) -> bool:
         """Change an engine's record if it is still in the expected state."""
 
+    def remove_engine(self, engine_id: str) -> None:
+        """Forget an engine."""
+
     def engines(self) -> tuple[EngineRecord, ...]:
         """All registered engines."""

@@ -56,7 +56,8 @@ RUN groupadd --gid 10001 lagrange \
 COPY --from=build /opt/lagrange /opt/lagrange
 COPY --from=build /opt/sglang /opt/sglang
 ENV PATH=/opt/lagrange/bin:/usr/local/bin:/usr/bin:/bin HOME=/tmp OMP_NUM_THREADS=1 \
-    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false
+# Above: /health then says whether the server is up, at once; generating is what the supervisor probes, once, at start.
 USER 10001:10001
 WORKDIR /var/lib/lagrange
 STOPSIGNAL SIGTERM

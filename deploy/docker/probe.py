@@ -3,11 +3,10 @@
 
     lagrange-probe engine              what a health check runs (weight-sync, monitor, trainer, rollout alike)
     lagrange-probe init --wait 600     until `lagrange init` has prepared the run
-    lagrange-probe drain --wait 120    take this container's engine out of the registry, wait until it has nothing to do
 
-Invariant: only `drain` changes anything. engine, weight-sync and monitor are asked over HTTP on this machine; trainer
-and rollout, which serve nothing, are well if Redis heard of them lately. Without ROLE (an image's own HEALTHCHECK) it
-is the one that the container runs, as the arguments of process 1 say.
+Invariant: changes nothing. engine, weight-sync and monitor are asked over HTTP on this machine; trainer and rollout,
+which serve nothing, are well if Redis heard of them lately. Without ROLE (an image's own HEALTHCHECK) it is the one
+that the container runs, as the arguments of process 1 say.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import TypeVar
 from broker.queue import Broker
 from broker.types import Snapshot
 from configs import RunConfig
-from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
+from configs.secrets import REDIS_PASSWORD, read_secret
 from services.deployment import process_config
 
 T = TypeVar("T")
@@ -43,7 +42,7 @@ class NotWell(Exception):
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="lagrange-probe")
-    parser.add_argument("role", nargs="?", choices=(*ROLES, "init", "drain"))
+    parser.add_argument("role", nargs="?", choices=(*ROLES, "init"))
     parser.add_argument("--wait", type=float, default=0.0, help="seconds to go on asking")
     options = parser.parse_args()
     role = options.role or role_of_container(Path("/proc/1/cmdline").read_bytes())
@@ -83,8 +82,6 @@ def probe(role: str, config: RunConfig) -> None:
         with_broker(config, Broker.snapshot)
         if config.model.path is None or not (config.model.path / "config.json").is_file():
             raise NotWell(f"{config.model.path} holds no model")
-    elif role == "drain":
-        drain(config)
     else:
         raise NotWell("the container runs none of " + ", ".join(ROLES))
 
@@ -107,22 +104,6 @@ def worker_beats(snapshot: Snapshot, host: str) -> None:
         raise NotWell(f"no heartbeat from {host} within {FRESH_MS} ms")
 
 
-def drain(config: RunConfig) -> None:
-    """Leave the registry, so that no worker picks this engine any more; raise while requests still run."""
-    host = os.environ.get("LAGRANGE_ADVERTISE_HOST") or socket.gethostname()
-    mine = f"//{host}:{config.engine.port}"
-
-    def leave(broker: Broker) -> None:
-        for record in broker.engines():
-            if mine in record.url:
-                broker.remove_engine(record.engine_id)
-
-    with_broker(config, leave)
-    running = get(f"http://127.0.0.1:{config.engine.port}/get_load")
-    if running.count(b'"num_reqs":0') + running.count(b'"num_reqs": 0') < running.count(b'"num_reqs"'):
-        raise NotWell("requests are still running")
-
-
 def with_broker(config: RunConfig, ask: Callable[[Broker], T]) -> T:
     """What `ask` says of the run in Redis."""
     assert config.redis.url is not None
@@ -133,12 +114,10 @@ def with_broker(config: RunConfig, ask: Callable[[Broker], T]) -> T:
         broker.close()
 
 
-def get(url: str) -> bytes:
-    """The body that `url` answers within TIMEOUT_S; raises for everything but 2xx."""
-    key = read_secret(ENGINE_API_KEY)
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=TIMEOUT_S) as answer:
-        return bytes(answer.read())
+def get(url: str) -> None:
+    """Raises unless `url` answers 2xx within TIMEOUT_S."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=TIMEOUT_S):
+        pass
 
 
 if __name__ == "__main__":

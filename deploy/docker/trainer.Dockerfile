@@ -1,12 +1,14 @@
 # The trainer: Megatron-core on PyTorch.   Context: the repository's root.
 #   CPU: docker build -f deploy/docker/trainer.Dockerfile -t lagrange/trainer:dev .
 #   GPU: add --build-arg VARIANT=gpu --build-arg BASE_IMAGE=<an image with CUDA PyTorch and Transformer Engine>
+#   Ray: add --build-arg RAY=1 (trainer.launcher: ray)
 # VARIANT=gpu takes PyTorch (and Transformer Engine) from the base image; VARIANT=cpu installs it.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS build
 ARG VARIANT=cpu
+ARG RAY=0
 ARG PIP_NO_INDEX=0
 ARG PIP_FIND_LINKS=/wheels
 # Where PyTorch's CPU build comes from, if the default index serves the larger CUDA build.
@@ -24,7 +26,8 @@ RUN case "${VARIANT}" in \
            && /opt/lagrange/bin/pip install -r /src/requirements/base.txt -r /src/requirements/trainer-gpu.txt ;; \
       *) echo "VARIANT is cpu or gpu" >&2; exit 1 ;; \
     esac \
- && /opt/lagrange/bin/pip install --no-deps --ignore-requires-python megatron-core==0.19.2
+ && /opt/lagrange/bin/pip install --no-deps --ignore-requires-python megatron-core==0.19.2 \
+ && if [ "${RAY}" = 1 ]; then /opt/lagrange/bin/pip install ray==2.60.0; fi
 COPY pyproject.toml README.md LICENSE /src/
 COPY configs /src/configs
 COPY broker /src/broker
