@@ -62,7 +62,7 @@ $(VENV): requirements/base.txt requirements/trainer.txt requirements/dev.txt pyp
 	@echo 'Setting up .venv: Lagrange, PyTorch and Megatron-core (about a minute, 1.3 GB)'
 	@began=$$SECONDS; rm -rf .venv && $(PYTHON) -m venv .venv && \
 	$(BIN)/python $(PIP) $(PIP_TORCH) torch==2.13.0 && \
-	$(BIN)/python $(PIP) -r requirements/base.txt -r requirements/trainer.txt -r requirements/dev.txt && \
+	$(BIN)/python $(PIP) --no-deps -r requirements/base.txt -r requirements/trainer.txt -r requirements/dev.txt && \
 	$(BIN)/python $(PIP) --no-deps --ignore-requires-python megatron-core==0.19.2 && \
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation --editable . && \
 	echo ".venv is ready ($$((SECONDS - began)) s)" && touch $@
@@ -72,7 +72,7 @@ $(ENGINE): requirements/sglang.txt $(wildcard rollout/sglang_cpu_plugin/pyprojec
 	@echo 'Setting up .venv-sglang: the SGLang engine and its CPU plugin (two to four minutes, 2.8 GB)'
 	@began=$$SECONDS; rm -rf .venv-sglang && $(PYTHON) -m venv .venv-sglang && \
 	.venv-sglang/bin/python $(PIP) $(PIP_TORCH) torch==2.13.0 && \
-	.venv-sglang/bin/python $(PIP) -r requirements/sglang.txt && \
+	.venv-sglang/bin/python $(PIP) --no-deps -r requirements/sglang.txt && \
 	.venv-sglang/bin/python $(PIP) --no-deps torchvision==0.28.0 sglang==0.5.23 && \
 	.venv-sglang/bin/python $(PIP) --no-deps --no-build-isolation ./rollout/sglang_cpu_plugin && \
 	echo ".venv-sglang is ready ($$((SECONDS - began)) s)" && touch $@
