@@ -249,6 +249,8 @@ def parse_sample(answer: Any, checkpoint: Checkpoint, prompt: int, routes_start:
         raise InvalidAnswer("a response without tokens that was not aborted")
     if n and (ids.min() < 0 or ids.max() >= checkpoint.vocabulary):
         raise InvalidAnswer(f"a token id is outside 0 .. {checkpoint.vocabulary - 1}")
+    if n == 0:  # aborted before its first token: there is nothing to have versions or routes
+        return Sample(ids, log_probs, (), None, routes_start, finish)
     versions = _versions(meta.get("weight_versions"), n)
     rows = max(prompt + n - 1 - routes_start, 0)
     routes = decode_routes(meta.get("routed_experts"), checkpoint, rows) if checkpoint.routed else None

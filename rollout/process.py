@@ -1,8 +1,8 @@
 """One SGLang server as a child process: its log, its end, and that nothing of it is left behind.
 
 Invariant: the server and all its processes are in one process group of their own; `stop` returns with the group gone
-within STOP_S, and the kernel kills the server when this process dies in any way (rollout/die_with_parent.py). The API
-key is in no line that is written down: SGLang prints its arguments, key included, at start.
+within STOP_S, and the group is killed when this process dies in any way (rollout/guard.py). The API key is in no line
+that is written down: SGLang prints its arguments, key included, at start.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ class ServerProcess:
     async def start(cls, launch: Launch, log: Path, secret: str | None) -> ServerProcess:
         """Start it; output goes to `log`, without `secret`. Raises OSError if no process can be made."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        tie = str(Path(__file__).with_name("die_with_parent.py"))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            tie,
-            str(os.getpid()),
+            "-IS",
+            str(Path(__file__).with_name("guard.py")),
             *launch.argv,
             env=launch.environment,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,  # never written to; it closes when this process ends
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
@@ -51,7 +50,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, also the id of the group."""
+        """Process id of the guard, which is also the id of the group."""
         return self._process.pid
 
     @property

@@ -11,6 +11,7 @@ import pytest
 from broker.queue import Broker
 from broker.server import EmbeddedServer
 from configs.schema import RunConfig
+from tests.engine_fixture import engine_redis, real_engine  # noqa: F401 (fixtures)
 
 RUN = "test-run"
 ConfigFactory = Callable[..., RunConfig]

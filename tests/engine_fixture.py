@@ -28,7 +28,7 @@ from rollout.checkpoint import Checkpoint, read_checkpoint
 from rollout.client import EngineClient
 from services.local.tiny_model import write_tiny_model
 
-START_S = 240.0
+START_S = 420.0  # 25 to 40 s on a quiet machine, minutes on one that is overloaded
 KEY = "key-of-the-tests"
 RUN_ENGINE = (
     "import sys; from pathlib import Path; from configs.load import load_config; from rollout.engine import main; "
@@ -101,7 +101,7 @@ def start_engine(directory: Path, redis_url: str, tiny: TinyModel | None = None)
             "model": {"path": folder},
             "redis.url": redis_url,
             "run.id": "engine-test",
-            "engine": {"python": engine_python(), "max_total_tokens": 20000},
+            "engine": {"python": engine_python(), "max_total_tokens": 20000, "start_timeout_s": START_S},
         },
     )
     config.run.folder.mkdir(parents=True, exist_ok=True)

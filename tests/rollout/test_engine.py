@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -194,24 +195,44 @@ async def test_an_interpreter_that_cannot_be_run_ends_with_127(tmp_path: Path) -
     await server.stop()
 
 
-def test_the_server_dies_when_its_supervisor_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import asyncio, sys; from pathlib import Path; from rollout.command import Launch\n"
-        "from rollout.process import ServerProcess\n"
-        "async def go():\n"
-        "    server = await ServerProcess.start(Launch((sys.executable, '-c', 'import time; time.sleep(600)'), {}),"
-        f" Path({str(tmp_path / 'log')!r}), None)\n"
-        "    print(server.pid, flush=True); await asyncio.sleep(600)\n"
-        "asyncio.run(go())\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from rollout.command import Launch
+from rollout.process import ServerProcess
+async def go():
+    server = await ServerProcess.start(Launch((sys.executable, "-c", sys.argv[1]), {}), Path(sys.argv[2]), None)
+    while not server.lines:
+        await asyncio.sleep(0.01)
+    print(server.lines[-1].split()[-1], flush=True)
+    await asyncio.sleep(600)
+asyncio.run(go())
+"""
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "guard"])
+def test_no_process_of_the_server_outlives_its_supervisor(tmp_path: Path, victim: str) -> None:
+    arguments = [sys.executable, "-c", SUPERVISOR, FAMILY, str(tmp_path / "log")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
-        child = int(supervisor.stdout.readline())
-        assert psutil.pid_exists(child)
+        grandchild = int(supervisor.stdout.readline())  # it has not asked to die with its parent
+        family = psutil.Process(supervisor.pid).children(recursive=True)
+        assert [process.pid for process in family][-1] == grandchild
+        if victim == "guard":  # then the server itself dies, and the supervisor's stop sees to the group
+            family = family[:2]
+            family[0].kill()
+        else:
+            supervisor.kill()
+        end = time.monotonic() + 5
+        while not all(gone(process.pid) for process in family):
+            assert time.monotonic() < end, "an orphan"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(family[0].pid, signal.SIGKILL)
         supervisor.kill()
-    end = time.monotonic() + 5
-    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
-        assert time.monotonic() < end, "an orphan"
 
 
 # --- the supervisor, with a fake server -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rollout.continuation import join, next_request
 from services.local.tiny_model import write_tiny_model
 from tests.engine_fixture import RealEngine, start_engine, stop_engine, wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 PROMPT = (6, 10, 4, 16)
 
 
