@@ -36,7 +36,7 @@ class Bands(BaseModel):
     wait_share: float = 0.25
     blocked_share: float = 0.5
     stale_share: float = 0.05
-    publish_lag_intervals: float = 2.0
+    behind_published_intervals: float = 2.0
     gate_rate: float = 0.5
     log_ratio_abs_mean: float = 0.5
     ess: float = 0.3
@@ -94,7 +94,7 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
         "trainer_wait_share": wait_share(records),
         "admission_blocked_share": blocked_share(now, before),
         "stale_share": stale_share(now, before),
-        "publish_lag_max": float(max(now.published - e.version for e in routable)) if routable else None,
+        "engine_behind_published_max": float(max(now.published - e.version for e in routable)) if routable else None,
         "engines": float(len([e for e in now.engines if e.state is not EngineState.GONE])),
         "engines_routable": float(len(routable)),
         "groups_in_flight": float(in_flight(now)),
@@ -139,7 +139,7 @@ def _sync_bound(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> F
             because=f"no engine is routable ({states})",
             change="see weight-sync's GET /v1/engines for the reason",
         )
-    behind, allowed = f["publish_lag_max"], bands.publish_lag_intervals * now.publish_interval
+    behind, allowed = f["engine_behind_published_max"], bands.behind_published_intervals * now.publish_interval
     if behind is not None and behind >= allowed:
         return Finding(
             verdict=Verdict.SYNC_BOUND,

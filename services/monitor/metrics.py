@@ -59,7 +59,7 @@ METRICS = (
     Name("payload_bytes", "gauge", (), "Bytes of the payloads in Redis."),
     Name("dead_letters", "gauge", (), "Prompts that were given up."),
     Name("engine_version", "gauge", ("engine",), "Confirmed version of an engine, -1: none."),
-    Name("engine_publish_lag_versions", "gauge", ("engine",), "Published version less the engine's."),
+    Name("engine_publish_lag_versions", "gauge", ("engine",), "The trainer's version less the engine's."),
     Name("engine_routable", "gauge", ("engine",), "1 if new groups may be sent to it."),
     Name("engines", "gauge", ("state",), "Engines by state."),
     Name("workers", "gauge", (), "Rollout workers that said that they live."),
@@ -101,7 +101,7 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
     trained = s.trained_by_lag
     counters = {name: value for name, value in s.counters.items() if name not in _NOT_COUNTED}
     left = s.counters.get("trainer_lease_left_ms")
-    known = [(e, s.published - e.version) for e in s.engines if e.version >= 0 and s.published >= 0]
+    known = [(e, s.version - e.version) for e in s.engines if e.version >= 0]
     record = {name: value for name in s.metrics if (value := number(s.metrics, name)) is not None}
     anything = s.groups.trained + s.groups.filtered > 0
     return {

@@ -1,7 +1,7 @@
 """From a snapshot to what each endpoint answers. Pure.
 
 Invariant: every answer carries the time and the version of the one snapshot that all its numbers come from. Policy lag
-(trainer's version less the version that sampled) and publish lag (published version less an engine's) are never mixed.
+(trainer's version less the version that sampled) and publish lag (trainer's version less an engine's) are never mixed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class QueueAnswer(Answer):
 
 
 class PublishLag(BaseModel):
-    """How far an engine is behind the published version; null while none is confirmed."""
+    """How far an engine is behind the trainer: its version less the engine's; null while none is confirmed."""
 
     engine_id: str
     state: str
@@ -238,12 +238,11 @@ def staleness(s: Snapshot) -> StalenessAnswer:
 
 
 def _publish_lag(s: Snapshot, engine: EngineRecord) -> dict[str, Any]:
-    known = engine.version >= 0 and s.published >= 0
     return {
         "engine_id": engine.engine_id,
         "state": engine.state.value,
         "version": engine.version,
-        "publish_lag": s.published - engine.version if known else None,
+        "publish_lag": s.version - engine.version if engine.version >= 0 else None,
     }
 
 

@@ -40,7 +40,7 @@ class EngineAnswer(BaseModel):
     version: int = Field(examples=[42])
     target: int = Field(examples=[42], description="Version of the last load that was begun, -1: none.")
     routable: bool
-    lag_versions: int | None = Field(
+    behind_published: int | None = Field(
         examples=[0], description="Newest published version less this engine's; null: none."
     )
     checksum: str = Field(description="Over names and checksums of all parameters, as the engine reported them.")
@@ -211,7 +211,7 @@ def _engines(reconciler: Reconciler) -> EnginesAnswer:
                 version=m.shown.version,
                 target=m.life.target,
                 routable=m.shown.routable,
-                lag_versions=published.version - m.shown.version if published and m.shown.version >= 0 else None,
+                behind_published=published.version - m.shown.version if published and m.shown.version >= 0 else None,
                 checksum=m.shown.checksum,
                 detail=m.shown.detail,
                 may_be_paused=m.life.maybe_paused,
