@@ -13,7 +13,7 @@ from rollout.tasks.types import Prompt, Response
 
 @dataclass(frozen=True, slots=True)
 class MaxDigit:
-    """`max-digit`: "371>" is to be answered by the largest digit, "7". Reward 1 for exactly that, else 0."""
+    """`max-digit`: "371>" is to be answered by the largest digit, "7". Reward: 1 for that, 1/2 if text follows it."""
 
     seed: int
     digits: int = 3
@@ -28,8 +28,8 @@ class MaxDigit:
         return Prompt(text=f"{digits}>", metadata={"answer": max(digits)})
 
     def reward(self, prompt: Prompt, response: Response) -> float:
-        """1.0 if the text is the answer and nothing else, else 0.0."""
-        return float(response.text == prompt.metadata["answer"])
+        """1.0 for the answer; with rollout.max_new_tokens = 1 there is nothing between that and 0.0."""
+        return fraction_correct(response.text, prompt.metadata["answer"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Reverse:
         return Prompt(text=f"{digits}<", metadata={"answer": digits[::-1]})
 
     def reward(self, prompt: Prompt, response: Response) -> float:
-        """Share of places with the right digit, in [0, 1]; text past the answer's length costs one place."""
+        """Share of places with the right digit, in [0, 1]; text past the answer's length counts as wrong."""
         return fraction_correct(response.text, prompt.metadata["answer"])
 
 
@@ -70,14 +70,18 @@ class Copy:
         return Prompt(text=f"{digits}=", metadata={"answer": digits})
 
     def reward(self, prompt: Prompt, response: Response) -> float:
-        """Share of places with the right digit, in [0, 1]; text past the answer's length costs one place."""
+        """Share of places with the right digit, in [0, 1]; text past the answer's length counts as wrong."""
         return fraction_correct(response.text, prompt.metadata["answer"])
 
 
 def fraction_correct(text: str, answer: str) -> float:
-    """Share of the answer's places that `text` has right; any text past its end takes one place away. In [0, 1]."""
+    """Share of places that `text` has right, in [0, 1]; 1 only for exactly `answer`. Characters past its end are wrong.
+
+    Even a policy that never ends its responses has something to learn from: otherwise ending and answering would have
+    to be found at once, which with 32 tokens happens once in a thousand samples.
+    """
     right = sum(a == b for a, b in zip(text, answer, strict=False))
-    return max(right - (len(text) > len(answer)), 0) / len(answer)
+    return right / max(len(text), len(answer))
 
 
 def _digits(name: str, seed: int, index: int, count: int) -> str:

@@ -22,7 +22,7 @@ def register() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
 
 
-def _allocate(  # noqa: PLR0917 (the signature is SGLang's)
+def _allocate(
     dims: Any,
     dtype: Any,
     device: Any,
