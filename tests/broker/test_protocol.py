@@ -1,0 +1,376 @@
+"""The whole protocol against the model: any order of commands, crashes of every process between any two of them.
+
+After each command: Redis and the model agree on ledger, histograms, prompts and versions; the ledger closes; nothing
+was trained beyond the bound; in the history that survives no group and no prompt is trained twice, and none is lost.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from broker.errors import Fenced
+from broker.queue import Broker
+from broker.server import EmbeddedServer
+from broker.types import EngineRecord, EngineState, Outcome, PromptCursor, Refused, Ticket, VersionRecord
+from tests.broker.helpers import finished
+from tests.broker.model import Model, Settings
+from tests.conftest import RUN, small_config
+
+HOUR = 3_600_000
+WORKERS, ENGINES = ("w1", "w2"), ("e1", "e2")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a trainer saves. history: ids trained in the run that ends here, with their prompts."""
+
+    step: int
+    version: int
+    consumed: tuple[int, ...]
+    cursor: PromptCursor | None
+    history: tuple[tuple[int, int], ...]
+
+
+NOTHING = Checkpoint(0, -1, (), None, ())
+
+
+class Protocol(RuleBasedStateMachine):
+    """Workers w1 and w2, engines e1 and e2, one trainer that may crash, a clock that jumps by 0.6 hours."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broker = Broker.connect(self.url, RUN, timeout_s=5)
+        self.redis = self.broker._connection.client
+
+    def teardown(self) -> None:
+        self.broker.close()
+
+    @initialize(
+        groups_per_step=st.integers(1, 3),
+        max_lag=st.integers(0, 3),
+        tries=st.integers(1, 2),
+        retention=st.sampled_from(["payload", "prompt"]),
+        rounds=st.lists(st.sampled_from(["work", "save", "save and commit"]), min_size=1, max_size=5),
+    )
+    def begin(self, groups_per_step: int, max_lag: int, tries: int, retention: str, rounds: list[str]) -> None:
+        self.config = small_config(
+            Path(tempfile.gettempdir()),
+            **{
+                "run.steps": 12,
+                "lag.max": max_lag,
+                "lag.straggler_wait_s": 1.5 * HOUR / 1000,
+                "rollout.lease_s": HOUR / 1000,
+                "rollout.group_tries": tries,
+                "trainer.groups_per_step": groups_per_step,
+                "trainer.retention": retention,
+            },
+        )
+        self.settings = Settings(groups_per_step, max_lag, 12, tries, retention, HOUR, HOUR * 3 // 2)
+        self.old_epochs: list[int] = []
+        self.checkpoints = [NOTHING]
+        self.tickets: list[tuple[str, Ticket]] = []
+        self.reset()
+        self.restart(NOTHING)
+        self.publish()
+        self.update_engine("e1")
+        for what in rounds:
+            self.a_stretch_of_undisturbed_work(6, True, True, 0)
+            if what != "work":
+                self.save()
+            if what == "save and commit":
+                self.commit()
+
+    def reset(self) -> None:
+        """An empty server, and a model of it."""
+        self.redis.flushall()
+        self.broker.initialise(self.config)
+        self.model = Model(self.settings)
+        self.leased: list[int] = []
+
+    def restart(self, checkpoint: Checkpoint) -> None:
+        """A trainer starts from a checkpoint."""
+        state = self.broker.attach_trainer(
+            checkpoint_step=checkpoint.step,
+            checkpoint_version=checkpoint.version,
+            consumed=checkpoint.consumed,
+            cursor=checkpoint.cursor,
+        )
+        returned = self.model.attach(checkpoint.step, checkpoint.version, checkpoint.consumed, checkpoint.cursor)
+        assert (state.returned, state.step, state.highest_version) == (returned, checkpoint.step, self.model.highest)
+        self.epoch, self.leased = state.epoch, []
+        self.history = list(checkpoint.history)
+        self.consumed = list(checkpoint.consumed)
+        self.checkpoints = [c for c in self.checkpoints if c.step <= checkpoint.step]
+        assert self.broker.name_version(self.epoch) == self.model.name_version()
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    @rule(worker=st.sampled_from(WORKERS), engine=st.sampled_from(ENGINES), times=st.integers(1, 4))
+    def admit(self, worker: str, engine: str, times: int) -> None:
+        for _ in range(times):
+            answer, expected = self.broker.admit(worker, engine), self.model.admit(engine)
+            if isinstance(answer, Refused):
+                assert answer.reason == expected
+                return
+            assert (answer.prompt_index, answer.attempt, answer.engine_version) == expected
+            self.model.admitted(answer.group_id, worker, *expected)
+            self.tickets.append((worker, answer))
+
+    @precondition(lambda self: self.tickets)
+    @rule(picks=st.lists(st.integers(0, 7), min_size=1, max_size=4), age=st.integers(-1, 2), response=st.integers(1, 4))
+    def submit(self, picks: list[int], age: int, response: int) -> None:
+        for pick in picks:
+            worker, ticket = self.tickets[-1 - pick % len(self.tickets)]
+            version = min(max(0, ticket.engine_version + age), max(0, self.model.published))
+            held = self.model.groups.get(ticket.group_id)
+            if held is not None and held.state != "generating":
+                continue  # the same worker never submits two different groups under one ticket
+            group = finished(ticket, RUN, version, worker=worker, response=response)
+            answer = self.broker.submit(group)
+            expected = self.model.submit(ticket.group_id, worker, version, 2 * response)
+            assert (answer.reason if isinstance(answer, Refused) else answer) == expected
+            assert isinstance(again := self.broker.submit(group), Refused) == (expected != "accepted"), again
+
+    @precondition(lambda self: self.tickets)
+    @rule(
+        pick=st.integers(0, 7),
+        mode=st.sampled_from(["try", "dead", "again"]),
+        worker=st.sampled_from(WORKERS),
+        tokens=st.integers(0, 9),
+    )
+    def give_up(self, pick: int, mode: str, worker: str, tokens: int) -> None:
+        _, ticket = self.tickets[-1 - pick % len(self.tickets)]
+        if mode == "again":
+            answer, tokens = self.broker.release(ticket.group_id, worker), 0
+        else:
+            answer = self.broker.fail(ticket.group_id, worker, "reason", tokens, final=mode == "dead")
+        assert answer == self.model.fail(ticket.group_id, worker, tokens, mode)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def renew(self, worker: str) -> None:
+        ids = [t.group_id for _, t in self.tickets[-8:]]
+        assert self.broker.renew(worker, ids) == self.model.renew(worker, ids)
+
+    @rule()
+    def time_passes(self) -> None:
+        self.redis.hincrby(self.broker._keys.policy, "clock_shift_ms", HOUR * 6 // 10)
+        self.model.now += HOUR * 6 // 10
+
+    # --- trainer ------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.leased)
+    @rule()
+    def pull(self) -> None:
+        answer = self.broker.pull(self.epoch, self.model.version, self.settings.groups_per_step)
+        expected = self.model.pull(self.settings.groups_per_step)
+        if isinstance(answer, Refused):
+            assert answer.reason == expected
+            return
+        self.leased = [d.group_id for d in answer]
+        assert self.leased == expected
+        for d, group in zip(answer, self.broker.fetch(self.leased), strict=True):
+            assert (group.prompt_index, group.attempt, group.response_tokens) == (
+                d.prompt_index,
+                d.attempt,
+                d.response_tokens,
+            )
+            assert group.oldest_version == d.oldest_version
+
+    @precondition(lambda self: self.leased)
+    @rule(filtered=st.lists(st.booleans(), min_size=3, max_size=3), leave_out=st.booleans())
+    def step(self, filtered: list[bool], leave_out: bool) -> None:
+        outcomes = list(zip(self.leased, filtered, strict=False))
+        if leave_out and len(outcomes) > 1:
+            outcomes.pop()
+        version, lags = self.model.version, Counter[int]()
+        for i, skip in outcomes:
+            g = self.model.groups[i]
+            self.history.append((i, g.prompt))
+            self.consumed.append(i)
+            if not skip:
+                lags[version - g.oldest] += g.tokens
+        self.leased = []
+        expected = self.model.step(outcomes)
+        said = [Outcome(i, skip) for i, skip in outcomes]
+        assert self.broker.step(self.epoch, version, said, lags, {"n": version}) == expected
+        assert self.broker.step(self.epoch, version, said, lags, {"n": version}) == expected
+
+    @precondition(lambda self: self.leased)
+    @rule()
+    def abort_step(self) -> None:
+        assert self.broker.return_leased(self.epoch) == self.model.return_leased()
+        self.leased = []
+
+    @precondition(lambda self: self.leased)
+    @rule()
+    def reject(self) -> None:
+        group_id = self.leased.pop()
+        assert self.broker.reject(self.epoch, group_id, "corrupt")
+        self.model.reject(group_id)
+
+    @precondition(lambda self: not self.leased)
+    @rule()
+    def save(self) -> None:
+        m = self.model
+        saved = Checkpoint(m.step_number, m.version, tuple(self.consumed), m.cursor(), tuple(self.history))
+        self.checkpoints = [*self.checkpoints, saved][-3:]
+
+    @rule()
+    def commit(self) -> None:
+        step = self.checkpoints[-1].step
+        if step <= self.model.step_number:
+            assert self.broker.commit(self.epoch, step) == self.model.commit(step)
+            self.consumed = [i for i in self.consumed if i in self.model.groups]
+
+    @rule(back=st.integers(1, 2))
+    def crash_of_the_trainer(self, back: int) -> None:
+        self.old_epochs.append(self.epoch)
+        self.restart(self.checkpoints[-min(back, len(self.checkpoints))])
+
+    @rule()
+    def publish(self) -> None:
+        self.broker.publish(self.epoch, VersionRecord(self.model.version, self.model.step_number, "path", "sum"))
+        self.model.published = self.model.version
+
+    @precondition(lambda self: self.old_epochs)
+    @rule()
+    def a_stale_trainer_is_fenced(self) -> None:
+        for act in (self.broker.return_leased, self.broker.name_version, self.broker.renew_trainer):
+            with pytest.raises(Fenced):
+                act(self.old_epochs[-1])
+
+    @rule(groups=st.integers(1, 6), newest=st.booleans(), step=st.booleans(), leave=st.integers(0, 2))
+    def a_stretch_of_undisturbed_work(self, groups: int, newest: bool, step: bool, leave: int) -> None:
+        """Without it, schedules of single commands seldom get far enough for the interesting crashes."""
+        if newest:
+            self.publish()
+            self.update_engine("e1")
+        for _ in range(groups):
+            self.admit("w1", "e1", 1)
+        held = self.model.of("generating")
+        mine = [t for w, t in self.tickets if t.group_id in held and held[t.group_id].worker == w == "w1"]
+        for ticket in mine[leave:]:
+            version = ticket.engine_version
+            answer = self.broker.submit(finished(ticket, RUN, version, worker="w1"))
+            expected = self.model.submit(ticket.group_id, "w1", version, 8)
+            assert (answer.reason if isinstance(answer, Refused) else answer) == expected
+        if not self.leased:
+            self.pull()
+        if step and self.leased:
+            self.step([False, True, False], False)
+
+    # --- others -------------------------------------------------------------------------------------------------------
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def update_engine(self, engine: str) -> None:
+        if self.model.published >= 0:
+            self.model.engines[engine] = self.model.published
+            self.broker.register_engine(EngineRecord(engine, "http://e", EngineState.SERVING, self.model.published))
+
+    @rule(max_lag=st.integers(0, 4))
+    def change_the_bound(self, max_lag: int) -> None:
+        self.broker.set_max_lag(max_lag)
+        self.model.max_lag = max_lag
+
+    @precondition(lambda self: self.model.dead)
+    @rule()
+    def requeue(self) -> None:
+        prompt = min(self.model.dead)
+        assert self.broker.requeue(prompt)
+        self.model.requeue(prompt)
+
+    @precondition(lambda self: self.model.step_number >= 2)
+    @rule()
+    def redis_is_replaced_by_an_empty_one(self) -> None:
+        self.old_epochs.append(self.epoch)
+        dead, engines = set(self.model.dead), dict(self.model.engines)
+        self.reset()
+        self.lost_dead = dead
+        for engine, version in engines.items():
+            self.broker.register_engine(EngineRecord(engine, "http://e", EngineState.SERVING, version))
+            self.model.engines[engine] = version
+        self.restart(self.checkpoints[-1])
+
+    # --- what must hold -----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def redis_agrees_with_the_model(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        m, seen = self.model, self.broker.snapshot()
+        assert seen.groups == m.tally(tokens=False)
+        assert seen.tokens == m.tally(tokens=True)
+        assert seen.groups.closes
+        assert seen.tokens.closes
+        assert (seen.version, seen.highest_version, seen.published) == (m.version, m.highest, m.published)
+        assert (seen.step, seen.durable_step, seen.max_lag) == (m.step_number, m.durable_step, m.max_lag)
+        assert seen.ready_by_version == m.ready_by_version()
+        assert seen.trained_by_lag == m.trained_by_lag()
+        assert (seen.dead_letters, bool(seen.payload_bytes)) == (len(m.dead), self._payloads() > 0)
+
+        def prompts(name: str) -> set[int]:
+            return {int(p) for p in self.redis.zrange(self.broker._keys.named(name), 0, -1)}
+
+        assert prompts("open") == m.open
+        assert prompts("reissue") == set(m.reissue)
+
+    @invariant()
+    def nothing_is_trained_twice_or_lost(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        ids, prompts = [i for i, _ in self.history], [p for _, p in self.history]
+        assert len(ids) == len(set(ids)), "a group was trained twice"
+        assert len(prompts) == len(set(prompts)), "a prompt was trained twice"
+        known = set(prompts) | self.model.open | self.model.dead | getattr(self, "lost_dead", set())
+        assert set(range(self.model.next_prompt)) <= known, "a prompt was lost"
+
+    @invariant()
+    def no_payload_is_orphaned(self) -> None:
+        if hasattr(self, "model"):
+            states = ("ready", "leased", "trained", "filtered")
+            assert self._payloads() == sum(g.payload for g in self.model.of(*states).values())
+
+    def _payloads(self) -> int:
+        found = self.redis.keys(self.broker._keys.named("*").replace("[", "\\["))
+        assert not [k for k in found if b":staged:" in k]
+        return sum(b":payload:" in k for k in found)
+
+
+@contextmanager
+def on(server: EmbeddedServer) -> Iterator[None]:
+    Protocol.url = server.url
+    yield
+
+
+@pytest.mark.timeout(300)
+def test_any_schedule_of_commands_and_crashes_keeps_the_guarantees(redis_server: EmbeddedServer) -> None:
+    with on(redis_server):
+        run_state_machine_as_test(
+            Protocol,
+            settings=settings(
+                max_examples=40,
+                stateful_step_count=30,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                print_blob=True,
+            ),
+        )

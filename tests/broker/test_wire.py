@@ -1,0 +1,130 @@
+"""The wire format: bit for bit, without copies, and every kind of damage named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from broker import wire
+from broker.errors import CorruptPayload, SchemaMismatch, WrongRun
+from broker.types import Group, Trajectory, VersionRun, check_group
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    prompt, response = draw(st.integers(1, 9)), draw(st.integers(1, 17))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kind = draw(st.sampled_from([None, np.uint8, np.uint16]))
+    cut = draw(st.integers(0, response - 1))
+    runs = [(0, cut, 3), (cut, response - cut, 5)] if cut else [(0, response, 5)]
+    return Trajectory(
+        prompt_ids=generator.integers(0, 2**31 - 1, prompt, dtype=np.int32),
+        response_ids=generator.integers(0, 2**31 - 1, response, dtype=np.int32),
+        log_probs=-generator.random(response, dtype=np.float32),
+        loss_mask=generator.random(response) < 0.5,
+        versions=tuple(VersionRun(*r) for r in runs),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        finish=draw(st.sampled_from(["stop", "length", "abort"])),
+        routes=None if kind is None else generator.integers(0, 200, (prompt + response - 1, 2, 3)).astype(kind),
+    )
+
+
+groups = st.builds(
+    Group,
+    run=st.just("run"),
+    group_id=st.integers(0, 2**53),
+    prompt_index=st.integers(0, 2**40),
+    attempt=st.integers(0, 9),
+    task=st.text(max_size=9),
+    worker=st.text(max_size=9),
+    engine=st.text(max_size=9),
+    samples_wanted=st.integers(1, 64),
+    generation_seconds=st.floats(0, 1e6),
+    trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),
+)
+
+
+def same(a: npt.NDArray[np.generic] | None, b: npt.NDArray[np.generic] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups)
+def test_a_group_comes_back_bit_for_bit_and_is_valid(group: Group) -> None:
+    back = wire.decode(wire.encode(group), "run", group.group_id)
+    check_group(back)
+    for name in ("run", "group_id", "prompt_index", "attempt", "task", "worker", "engine", "samples_wanted"):
+        assert getattr(back, name) == getattr(group, name)
+    assert back.generation_seconds == group.generation_seconds
+    for a, b in zip(back.trajectories, group.trajectories, strict=True):
+        assert (a.versions, a.reward, a.finish) == (b.versions, b.reward, b.finish)
+        for field in ("prompt_ids", "response_ids", "log_probs", "loss_mask", "routes"):
+            assert same(getattr(a, field), getattr(b, field)), field
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups)
+def test_decoded_arrays_are_aligned_read_only_views_of_the_message(group: Group) -> None:
+    data = wire.encode(group)
+    whole = np.frombuffer(data, np.uint8)
+    for t in wire.decode(data, "run").trajectories:
+        for array in (t.prompt_ids, t.response_ids, t.log_probs, t.loss_mask):
+            assert np.shares_memory(array, whole)
+            assert not array.flags.writeable
+            assert array.flags.aligned
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups, st.data())
+def test_any_flipped_bit_is_noticed(group: Group, data: st.DataObject) -> None:
+    message = bytearray(wire.encode(group))
+    at = data.draw(st.integers(0, len(message) - 1))
+    message[at] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises((CorruptPayload, SchemaMismatch)):
+        wire.decode(bytes(message), "run", group.group_id)
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups, st.data())
+def test_any_truncation_is_noticed(group: Group, data: st.DataObject) -> None:
+    message = wire.encode(group)
+    with pytest.raises(CorruptPayload):
+        wire.decode(message[: data.draw(st.integers(0, len(message) - 1))], "run", group.group_id)
+
+
+def example() -> Group:
+    t = Trajectory(
+        np.ones(2, np.int32),
+        np.ones(3, np.int32),
+        np.zeros(3, np.float32),
+        np.ones(3, np.bool_),
+        (VersionRun(0, 3, 1),),
+        0.5,
+        "stop",
+    )
+    return Group("run", 7, 1, 0, "task", "w", "e", 1, 1.0, (t,))
+
+
+def test_a_payload_of_another_run_schema_or_group_says_so() -> None:
+    message = wire.encode(example())
+    with pytest.raises(WrongRun, match="'run', this is 'other'"):
+        wire.decode(message, "other")
+    with pytest.raises(CorruptPayload, match="holds group 7"):
+        wire.decode(message, "run", 8)
+    with pytest.raises(SchemaMismatch, match="schema 2"):
+        wire.decode(message[:4] + b"\x02\x00" + message[6:], "run")
+    with pytest.raises(CorruptPayload, match="not a trajectory group"):
+        wire.decode(b"\x80\x04pickle" * 9, "run")
+
+
+def test_the_checksum_is_the_message_s_own() -> None:
+    other = replace(example(), prompt_index=2)
+    assert wire.checksum(wire.encode(example())) == wire.checksum(wire.encode(example()))
+    assert wire.checksum(wire.encode(example())) != wire.checksum(wire.encode(other))
