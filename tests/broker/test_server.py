@@ -56,7 +56,7 @@ def test_the_password_is_neither_in_the_arguments_nor_readable_by_others(tmp_pat
 def test_a_taken_port_and_a_folder_that_cannot_be_written_are_said_clearly(tmp_path: Path) -> None:
     with (
         EmbeddedServer(tmp_path / "a", password="") as embedded,
-        pytest.raises(CannotEmbed, match=r"port .* is in use"),
+        pytest.raises(CannotEmbed, match="is in use"),
     ):
         EmbeddedServer(tmp_path / "b", port=embedded.port, password="").start()
     (tmp_path / "file").write_text("")
