@@ -61,6 +61,12 @@ def by_lag(records: Sequence[Record]) -> dict[int, dict[str, float]]:
     return {lag: total[lag] for lag in sorted(total)}
 
 
+def trained_lags(records: Sequence[Record], ledger: dict[str, Any]) -> dict[int, int]:
+    """Trained tokens by lag: as the ledger counted them, or as the steps recorded them while there is no ledger."""
+    counted = {int(lag): int(count["tokens"]) for lag, count in (ledger.get("trained_by_lag") or {}).items()}
+    return counted or {lag: int(part["tokens"]) for lag, part in by_lag(records).items()}
+
+
 def sat_verdict(config: RunConfig, records: Sequence[Record]) -> str:
     """Whether SAT changed the gradient: one sentence."""
     name = config.trainer.loss.name
@@ -114,9 +120,9 @@ def page(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -
 def _head(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -> str:
     rewards = _values(records, "reward_mean")
     last = moving_average(rewards)[-1] if rewards else math.nan
-    lags = by_lag(records)
-    tokens = sum(part["tokens"] for part in lags.values())
-    mean_lag = sum(lag * part["tokens"] for lag, part in lags.items()) / tokens if tokens else math.nan
+    lags = trained_lags(records, ledger)
+    tokens = sum(lags.values())
+    mean_lag = sum(lag * count for lag, count in lags.items()) / tokens if tokens else math.nan
     step = int(ledger.get("step") or (records[-1]["step"] if records else 0))
     top = max(lags, default=0)
     closes = _closes(ledger)
@@ -154,8 +160,7 @@ def _reward(records: Sequence[Record]) -> str:
 
 
 def _lag_histogram(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -> str:
-    lags = {int(k): v["tokens"] for k, v in (ledger.get("trained_by_lag") or {}).items()}
-    lags = lags or {lag: int(part["tokens"]) for lag, part in by_lag(records).items()}
+    lags = trained_lags(records, ledger)
     total = sum(lags.values()) or 1
     shown = range(max([config.lag.max, *lags]) + 1) if lags else range(0)
     bars = []
