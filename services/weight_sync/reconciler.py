@@ -144,6 +144,8 @@ class Reconciler:
     async def look(self) -> None:
         """Read the registry once, stage a new version, and start a drive of every engine that is not being driven."""
         self._collect()
+        # What is read below may be older than what a drive that runs meanwhile writes: such an engine has its turn later.
+        driven = {engine_id for engine_id, member in self.members.items() if member.busy}
         records, published = await asyncio.to_thread(lambda: (self.registry.engines(), self.registry.published()))
         self.totals.looks += 1
         self.last_look, self.published = self.clock(), published
@@ -152,7 +154,8 @@ class Reconciler:
             self._stage(published)
         self._forget(records)
         for record in records:
-            self._drive(record)
+            if record.engine_id not in driven:
+                self._drive(record)
 
     def _drive(self, record: EngineRecord) -> None:
         member = self.members.get(record.engine_id)
@@ -160,8 +163,6 @@ class Reconciler:
             member = self._member(record, lc.takeover(record, self.clock()))
             self.members[record.engine_id] = member
             log.info("engine found", engine=record.engine_id, state=record.state, version=record.version)
-        if member.busy:
-            return
         event: lc.Event = lc.Tick()
         if self._is_another_process(member, record):
             figures = member.figures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import httpx
@@ -219,3 +220,31 @@ async def test_an_engine_that_leaves_the_registry_is_left_alone(w: World):
 
 def test_the_test_configuration_is_valid(tmp_path):
     assert config("redis://127.0.0.1:1/0", tmp_path).weights.pause == "drain"
+
+
+class SlowRegistry:
+    """The broker, whose list of engines is some time old when it arrives."""
+
+    def __init__(self, broker):
+        self._broker = broker
+
+    def __getattr__(self, name):
+        return getattr(self._broker, name)
+
+    def engines(self):
+        read = self._broker.engines()
+        time.sleep(0.1)
+        return read
+
+
+async def test_a_list_of_engines_that_is_old_when_it_arrives_does_not_undo_what_was_confirmed_meanwhile(w: World):
+    engine = w.add_engine("e0")
+    real, w.broker = w.broker, SlowRegistry(w.broker)
+    async with syncing(w) as reconciler:
+        w.broker = real
+        for _ in range(5):
+            record = w.publish()
+            await until(lambda record=record: w.serves("e0", record.version))
+        looks = reconciler.totals.looks
+        await until(lambda: reconciler.totals.looks > looks + 3)
+    assert len(engine.calls("/update_weights_from_disk")) == 5
