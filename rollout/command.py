@@ -35,12 +35,14 @@ def engine_launch(
     *,
     environment: Mapping[str, str],
     key_file: Path | None,
+    index: int = 0,
     seed: int = 0,
 ) -> Launch:
     """Command line and environment of the server on `port`.
 
     environment: the supervisor's own, of which only what the server needs is passed on (no secrets of ours).
-    key_file: the file of `key_file_text`, or None for an open server. seed: of the server's random numbers.
+    key_file: the file of `key_file_text`, or None for an open server. index: of the engine on this machine, which
+    chooses its share of CUDA_VISIBLE_DEVICES. seed: of the server's random numbers.
     """
     module = "lagrange_sglang_cpu.serve" if engine.device == "cpu" else "sglang.launch_server"
     argv = [str(engine.python), "-m", module, "--model-path", str(checkpoint.folder)]
@@ -56,7 +58,7 @@ def engine_launch(
         argv += ["--enable-return-routed-experts"]
     if key_file is not None:
         argv += ["--config", str(key_file)]
-    return Launch((*argv, *engine.extra_arguments), _environment(engine, environment))
+    return Launch((*argv, *engine.extra_arguments), _environment(engine, environment, index))
 
 
 def key_file_text(key: str) -> str:
@@ -64,11 +66,19 @@ def key_file_text(key: str) -> str:
     return f"api-key: {json.dumps(key)}\n"
 
 
-def _environment(engine: EngineSection, ours: Mapping[str, str]) -> dict[str, str]:
+def _environment(engine: EngineSection, ours: Mapping[str, str], index: int) -> dict[str, str]:
     kept = {k: v for k, v in ours.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
     # One thread: two OpenMP threads on busy cores make a token 5 to 10 times slower. Offline: the checkpoint is local.
     kept |= {"OMP_NUM_THREADS": ours.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     kept["PYTHONUNBUFFERED"] = "1"
     if engine.device == "cpu":
         kept["SGLANG_USE_CPU_ENGINE"] = "1"
+    else:
+        kept |= _devices(kept.get("CUDA_VISIBLE_DEVICES", ""), index, engine.tensor_parallel)
     return kept
+
+
+def _devices(visible: str, index: int, each: int) -> dict[str, str]:
+    """The engine's own share of the visible GPUs; nothing if they do not reach so far (as in a pod)."""
+    mine = [name for name in visible.split(",") if name][index * each : (index + 1) * each]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if len(mine) == each else {}

@@ -95,7 +95,13 @@ def make_plan(config: RunConfig, index: int) -> Plan:
         engine_id=f"engine-{name}",
         url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         launch=engine_launch(
-            engine, checkpoint, port, environment=os.environ, key_file=key_file, seed=config.run.seed + index
+            engine,
+            checkpoint,
+            port,
+            environment=os.environ,
+            key_file=key_file,
+            index=index,
+            seed=config.run.seed + index,
         ),
         checkpoint=checkpoint,
         log=scratch / "logs" / f"sglang-{name}.log",

@@ -63,6 +63,18 @@ def test_a_gpu_engine_gets_neither_plugin_nor_cpu_options() -> None:
     assert "SGLANG_USE_CPU_ENGINE" not in command.environment
 
 
+@pytest.mark.parametrize(
+    ("visible", "index", "each", "own"),
+    [("0,1,2,3", 1, 2, "2,3"), ("4,5", 0, 1, "4"), ("0", 3, 1, "0"), ("0,1", 1, 2, "0,1")],
+)
+def test_engines_of_one_machine_share_its_gpus(visible: str, index: int, each: int, own: str) -> None:
+    section = EngineSection(device="cuda", tensor_parallel=each)
+    command = engine_launch(
+        section, CHECKPOINT, 1, environment={"CUDA_VISIBLE_DEVICES": visible}, key_file=None, index=index
+    )
+    assert command.environment["CUDA_VISIBLE_DEVICES"] == own
+
+
 def test_a_dense_model_is_not_asked_for_routes() -> None:
     dense = replace(CHECKPOINT, experts=0, top_k=0)
     command = engine_launch(EngineSection(), dense, 1, environment={}, key_file=None)
