@@ -12,6 +12,7 @@ from broker.types import Group, Trajectory, VersionRun, check_group
 from configs.schema import LossSection
 from trainer.batch import MicroBatch, Sample, pack
 from trainer.losses.catalogue import LossSettings, resolve
+from trainer.losses.step import loss_function, prepare
 
 
 def trajectory(
@@ -101,8 +102,6 @@ def step_loss(
     chosen: LossSettings, batches: Sequence[MicroBatch], log_probs: Sequence[Tensor], **options: object
 ) -> tuple[float, list[Tensor], list[dict[str, Tensor]]]:
     """Loss of a whole step, gradient by log-prob of each micro-batch, and the reports."""
-    from trainer.losses.step import loss_function, prepare
-
     leaves = [x.detach().clone().requires_grad_() for x in log_probs]
     context = prepare(chosen, batches, [x.detach() for x in leaves] if chosen.needs_log_prob_pass else None, **options)
     evaluate = loss_function(chosen, context)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +26,10 @@ class Ranks:
     """Runs the same collective on several splits in lockstep, by computing the sum of all splits' counts in threads."""
 
     def __init__(self, size: int) -> None:
-        import threading
-
         self.size, self.slots = size, [torch.zeros(0)] * size
         self.barrier = threading.Barrier(size, timeout=20)
 
-    def member(self, index: int):  # noqa: ANN201
+    def member(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def add(counts: torch.Tensor) -> torch.Tensor:
             self.slots[index] = counts
             self.barrier.wait()
@@ -36,8 +41,6 @@ class Ranks:
 
 
 def on_ranks(parts: list[torch.Tensor], alpha: float) -> list[float]:
-    from concurrent.futures import ThreadPoolExecutor
-
     ranks = Ranks(len(parts))
     with ThreadPoolExecutor(len(parts)) as pool:
         work = [pool.submit(exact_quantile, p, alpha, sum_counts=ranks.member(i)) for i, p in enumerate(parts)]
@@ -102,3 +105,34 @@ def test_the_mean_of_what_is_kept_is_below_the_bound_and_no_more_could_be_kept(
     if len(dropped):
         more = x[x <= dropped.min()].double()
         assert more.sum() >= bound * len(more)
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from trainer.quantile import exact_quantile
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def add(counts):
+    dist.all_reduce(counts)
+    return counts
+values = torch.rand(1001, generator=torch.Generator().manual_seed(0))
+part = values[:300] if rank == 0 else values[300:]
+print(exact_quantile(part, 0.9, sum_counts=add).hex(), exact_quantile(part[:0] if rank else part, 0.5, sum_counts=add).hex())
+dist.destroy_process_group()
+"""
+
+
+def test_two_gloo_ranks_find_the_quantile_of_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(RANK)]
+    ranks = [
+        subprocess.Popen([*command, str(r), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True) for r in (0, 1)
+    ]
+    try:
+        answers = [r.communicate(timeout=90)[0].split() for r in ranks]
+    finally:
+        for r in ranks:
+            r.kill()
+    values = torch.rand(1001, generator=torch.Generator().manual_seed(0))
+    expected = [exact_quantile(values, 0.9).hex(), exact_quantile(values[:300], 0.5).hex()]
+    assert answers == [expected, expected]
