@@ -45,7 +45,9 @@ for index = 1, #undone + #leased do
     returned = returned + 1
   end
 end
+-- Without a checkpoint no prompt was trained in the history that goes on: the cursor is known, it is empty.
 local next_index = tonumber(ARGV[4])
+if next_index < 0 and step == 0 then next_index = 0 end
 if next_index >= 0 then
   local function reopen(prompt)
     if not redis.call('ZSCORE', k('open'), prompt) and redis.call('HEXISTS', k('dead'), prompt) == 0 then

@@ -226,6 +226,8 @@ class Model:
             else:
                 g.state = "ready"
                 returned += 1
+        if cursor is None and step == 0:
+            cursor = PromptCursor()
         if cursor is not None:
             for prompt in (*cursor.open, *range(cursor.next_index, self.next_prompt)):
                 if prompt not in self.open and prompt not in self.dead:
