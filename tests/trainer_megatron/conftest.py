@@ -22,11 +22,17 @@ Results = dict[str, dict[str, Tensor]]
 Runner = Callable[..., Results]
 
 
-def run(*command: str, timeout: float = 110) -> None:
+def run(*command: str, timeout: float = 280) -> None:
     """Run python with these arguments from the project's root; fail with its output if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRANSFORMERS_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from trainer.batch import MicroBatch
 
 VOCABULARY = 64
-TEMPERATURE = 0.7
 LENGTHS = (7, 12, 3, 20, 9, 5, 1, 14)
 MICRO_BATCHES = ((0, 1), (2, 3), (4, 5), (6, 7))
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
@@ -62,7 +61,9 @@ def micro_batch(members: tuple[int, ...], with_routes: bool, padding: int = 0) -
         token_ids=fill([ids for ids, _ in chosen]) if members else torch.zeros(rows, dtype=torch.int64),
         position_ids=fill([torch.arange(n) for n in lengths]) if members else torch.zeros(rows, dtype=torch.int64),
         sequence_starts=torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0)], dtype=torch.int32),
-        labels=fill([torch.cat((ids[1:], zero)) for ids, _ in chosen]) if members else torch.zeros(rows, dtype=torch.int64),
+        labels=fill([torch.cat((ids[1:], zero)) for ids, _ in chosen])
+        if members
+        else torch.zeros(rows, dtype=torch.int64),
         loss_mask=fill([torch.arange(n) < n - 1 for n in lengths]).bool() if members else torch.zeros(rows).bool(),
         behaviour_log_probs=empty,
         advantages=fill([advantages for _, advantages in chosen]) if members else empty,

@@ -1,7 +1,7 @@
 """Makes tiny Hugging Face models and what transformers says about them; a process of its own, without megatron.
 
 For each family: folder/<family>/ (save_pretrained), and folder/<family>.safetensors with log-probs, entropies and the
-gradients of `data.loss` under on-disk names, at data.TEMPERATURE.
+gradients of `data.loss` under on-disk names, at settings.TEMPERATURE.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.trainer_megatron import data
+from tests.trainer_megatron import data, settings
 
 
 def on_disk(named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -35,7 +36,7 @@ def on_disk(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def make(family: str, folder: Path) -> None:
     """Write one family's model and reference."""
-    from transformers import (
+    from transformers import (  # noqa: PLC0415 - slow to import
         LlamaConfig,
         LlamaForCausalLM,
         Qwen3Config,
@@ -44,20 +45,20 @@ def make(family: str, folder: Path) -> None:
         Qwen3MoeForCausalLM,
     )
 
-    common = dict(
-        vocab_size=data.VOCABULARY,
-        hidden_size=32,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-        attn_implementation="eager",
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-    )
-    moe = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
+    common: dict[str, Any] = {
+        "vocab_size": data.VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.15,
+        "attn_implementation": "eager",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+    }
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     torch.manual_seed(7)
     model = {
         "moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **moe, tie_word_embeddings=False)),
@@ -74,7 +75,7 @@ def make(family: str, folder: Path) -> None:
     model.save_pretrained(folder / family)
     scores = []
     for ids, _ in data.sequences():
-        logits = model(ids[None]).logits[0, :-1] / data.TEMPERATURE
+        logits = model(ids[None]).logits[0, :-1] / settings.TEMPERATURE
         log_p = logits.log_softmax(-1)
         scores.append((log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
     total = sum(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.trainer_megatron.compare import different, largest, part, relative
 from trainer.megatron.hf_files import weight_files
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 Single = tuple[dict[str, dict[str, torch.Tensor]], Path]
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from tests.trainer_megatron.compare import different, largest, part, relative
 from trainer.megatron.checkpoint import latest, read_state
 from trainer.megatron.safetensors_file import verify_manifest
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 Single = tuple[dict[str, dict[str, torch.Tensor]], Path]
 
 
@@ -87,7 +87,9 @@ def test_a_nan_gradient_is_not_applied_and_leaves_no_mark(single: Single) -> Non
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_resumed_run_goes_on_bit_for_bit(single: Single, ranks: Any, reference: Path, tmp_path: Path, step: int) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(
+    single: Single, ranks: Any, reference: Path, tmp_path: Path, step: int
+) -> None:
     results, folder = single
     root = shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
     if step == 1:

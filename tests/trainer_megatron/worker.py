@@ -1,7 +1,7 @@
 """What the ranks of a test do: python -m tests.trainer_megatron.worker OUT SPEC, where SPEC is JSON.
 
-SPEC: {"config": overrides of RunConfig by dotted name, "do": [[name, key, {arguments}], ...]}. A name is "model" (load the
-model of `folder`, under further `overrides`) or a function below, whose result goes to OUT/<key>.safetensors.
+SPEC: {"config": overrides of RunConfig by dotted name, "do": [[name, key, {arguments}], ...]}. A name is "model" (load
+the model of `folder`, under further `overrides`) or a function below, whose result goes to OUT/<key>.safetensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from configs.schema import RunConfig
 from tests.trainer_megatron import data
+from tests.trainer_megatron.settings import run_config
 from trainer.launch import run_ranks
 from trainer.megatron.checkpoint import TrainingState, latest_on_all, load_checkpoint, save_checkpoint
 from trainer.megatron.parallel import gather_bytes, parallel
@@ -28,30 +28,6 @@ from trainer.megatron.policy import PolicyModel
 from trainer.megatron.replay import InvalidRoutes
 
 Named = dict[str, Tensor]
-
-
-def run_config(overrides: dict[str, object]) -> RunConfig:
-    """A small run with a few fields set by dotted name."""
-    tree: dict[str, object] = {}
-    base: dict[str, object] = {
-        "run.steps": 4,
-        "run.seed": 5,
-        "lag.max": 1,
-        "model.tiny": {},
-        "task.name": "max-digit",
-        "rollout.max_new_tokens": 4,
-        "rollout.temperature": data.TEMPERATURE,
-        "trainer.optimizer.learning_rate": 1e-2,
-        "trainer.routing_replay": "available",
-        "trainer.collective_timeout_s": 60,
-    }
-    for dotted, value in (base | overrides).items():
-        *parents, leaf = dotted.split(".")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})  # type: ignore[assignment]
-        node[leaf] = value
-    return RunConfig.model_validate(tree)
 
 
 def batches(policy: PolicyModel, with_routes: bool = False, unpacked: bool = False) -> list:
@@ -64,7 +40,7 @@ def batches(policy: PolicyModel, with_routes: bool = False, unpacked: bool = Fal
 
 def weight_tensors(policy: PolicyModel, of: Callable[[Tensor], Tensor]) -> Named:
     """`of` each parameter under Hugging Face names, whole, on every rank."""
-    from trainer.megatron import weights
+    from trainer.megatron import weights  # noqa: PLC0415 - after compat.install
 
     own: Named = {}
     for parameter, rule in weights.parameters(policy.parts.gpt, policy.shape):
@@ -97,14 +73,14 @@ def scores(policy: PolicyModel, with_routes: bool = False, unpacked: bool = Fals
 
 def gradients(policy: PolicyModel, with_routes: bool = False, unpacked: bool = False) -> Named:
     """Gradients of the loss under Hugging Face names, with the summed reports."""
-    reports = policy.forward_backward(batches(policy, with_routes, unpacked), data.micro_batch_loss, entropy_gradient=True)
+    mine = batches(policy, with_routes, unpacked)
+    reports = policy.forward_backward(mine, data.micro_batch_loss, entropy_gradient=True)
     totals = torch.stack([torch.stack((r["loss"].double(), r["tokens"].double())) for r in reports]).sum(0)
     out = {f"grad/{k}": v for k, v in weight_tensors(policy, lambda p: p.main_grad).items()}
     out["totals"] = policy.parallel.sum_over_data(totals)
     metrics = policy.replay_metrics()
-    out["replay"] = torch.tensor(
-        [metrics.replayed_rows, metrics.own_rows, metrics.padding_rows, -1 if metrics.overlap is None else metrics.overlap]
-    )
+    overlap = -1 if metrics.overlap is None else metrics.overlap
+    out["replay"] = torch.tensor([metrics.replayed_rows, metrics.own_rows, metrics.padding_rows, overlap])
     return out
 
 
@@ -165,7 +141,7 @@ def own_routes(policy: PolicyModel) -> Named:
     for i, members in enumerate(data.MICRO_BATCHES):
         seen: list[Tensor] = []
         hooks = [
-            layer.mlp.router.register_forward_hook(lambda _, __, result: seen.append(result[1]))
+            layer.mlp.router.register_forward_hook(lambda _, __, result, seen=seen: seen.append(result[1]))
             for layer in policy.parts.gpt.decoder.layers
         ]
         batch = data.micro_batch(members, with_routes=False)
@@ -195,7 +171,7 @@ def replay_own(policy: PolicyModel) -> Named:
 
 def noise(policy: PolicyModel) -> Named:
     """What the random generators give next."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: PLC0415 - after compat.install
 
     with get_cuda_rng_tracker().fork():
         tracked = torch.cuda.get_rng_state()
@@ -203,7 +179,8 @@ def noise(policy: PolicyModel) -> Named:
 
 
 DO: dict[str, Callable[..., Named]] = {
-    f.__name__: f for f in (scores, gradients, drop_gradients, step, export, save, load, noise, refuse_routes, replay_own)
+    f.__name__: f
+    for f in (scores, gradients, drop_gradients, step, export, save, load, noise, refuse_routes, replay_own)
 }
 
 

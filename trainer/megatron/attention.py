@@ -2,15 +2,16 @@
 
 Invariant: a packed micro-batch gives each sequence exactly what it would get alone. Import after compat.install.
 
-Packing: query, key and value keep megatron's [T, 1, heads, dim] form ("sbhd" with a batch of one); `Packing` rides along
-as packed_seq_params and tells the attention where sequences begin. megatron's own "thd" form would rotate sequence by
-sequence in a Python loop, which costs more than the model when sequences are short.
+Packing: query, key and value keep megatron's [T, 1, heads, dim] form ("sbhd" with a batch of one); `Packing` rides
+along as packed_seq_params and tells the attention where sequences begin. megatron's own "thd" form would rotate
+sequence by sequence in a Python loop, which costs more than the model when sequences are short.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ class Packing(PackedSeqParams):  # type: ignore[misc]
 
 
 def packing(starts: list[int]) -> Packing:
-    """The packing of sequences [starts[i], starts[i + 1]); starts begins with 0 and ends with T; empty ones are allowed.
+    """The packing of sequences [starts[i], starts[i + 1]); starts begins with 0 and ends with T; empty ones may be.
 
     Lengths are rounded up to 8 values per octave, so at most 1/8 of the attention's rows is filling.
     """
     buckets: dict[int, list[tuple[int, int]]] = {}
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in pairwise(starts):
         if length := end - start:
             step = 1 << max(0, length.bit_length() - 4)
             buckets.setdefault(-(-length // step) * step, []).append((start, length))
@@ -53,7 +54,7 @@ def packing(starts: list[int]) -> Packing:
         inside = column < count
         inverse[rows[inside]] = place[inside]
         offset += rows.numel()
-    longest = max((end - start for start, end in zip(starts[:-1], starts[1:], strict=True)), default=0)
+    longest = max((end - start for start, end in pairwise(starts)), default=0)
     return Packing(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, blocks=blocks, inverse=inverse)
 
 

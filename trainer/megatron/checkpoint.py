@@ -51,8 +51,8 @@ class TrainingState:
 def save_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, keep: int) -> Path:
     """Write root/step-<step>: weights, optimizer, RNG and state; durable (fsync) on return; remove all but `keep`.
 
-    Collective. Returns the folder. An intact checkpoint of the same step is replaced. Raises OSError on every rank, with
-    the earlier checkpoints untouched, if one rank cannot write.
+    Collective. Returns the folder. A checkpoint of the same step is replaced. Raises OSError on every rank,
+    with the earlier checkpoints untouched, if one rank cannot write.
     """
     from trainer.megatron import checkpoint_io  # noqa: PLC0415 - after compat.install, which `parallel` calls
 
@@ -123,7 +123,7 @@ def _finish(aside: Path, folder: Path, document: dict[str, Any], files: dict[str
     sync_folder(aside)
     if folder.exists():
         shutil.rmtree(folder)
-    os.rename(aside, folder)
+    aside.rename(folder)
     sync_folder(folder.parent)
     for old in _folders(folder.parent)[keep:]:
         shutil.rmtree(old, ignore_errors=True)

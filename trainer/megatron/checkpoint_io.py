@@ -29,7 +29,8 @@ _METADATA = {
 def save_tensors(policy: PolicyModel, folder: Path) -> None:
     """Write weights, optimizer state and random generators into an existing, empty folder. Collective."""
     _complete_optimizer_state(policy.parts.optimizer)
-    dist_checkpointing.save(_sharded(policy, with_optimizer=True, loading=False), str(folder), content_metadata=_METADATA)
+    state = _sharded(policy, with_optimizer=True, loading=False)
+    dist_checkpointing.save(state, str(folder), content_metadata=_METADATA)
     save_file(_generators(policy.parallel.device), str(folder / f"rng-{policy.parallel.rank:05d}.safetensors"))
     policy.parallel.barrier()
 
@@ -45,7 +46,8 @@ def load_tensors(policy: PolicyModel, folder: Path, *, with_optimizer: bool) -> 
     policy.parts.gpt.load_state_dict(found["model"])
     if with_optimizer:
         optimizer.load_state_dict(found["optimizer"])
-        _restore_generators(load_file(str(folder / f"rng-{policy.parallel.rank:05d}.safetensors")), policy.parallel.device)
+        states = load_file(str(folder / f"rng-{policy.parallel.rank:05d}.safetensors"))
+        _restore_generators(states, policy.parallel.device)
     else:
         optimizer.reload_model_params()
     policy.zero_gradients()

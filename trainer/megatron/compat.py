@@ -1,8 +1,8 @@
 """Lets megatron-core 0.19.2 run on a machine without a GPU, Transformer Engine, apex or triton.
 
 Invariant: on a machine with a GPU nothing is changed; without one, every change is made once, here, by `install`, and
-before megatron is imported. The modules of this package that import megatron at their top (`attention`, `checkpoint_io`,
-`model`, `schedule`, `weights`) must be imported after `install`; `parallel.parallel` calls it first.
+before megatron is imported. The modules of this package that import megatron at their top (`attention`, `export`,
+`checkpoint_io`, `model`, `schedule`, `weights`) must be imported after `install`; `parallel.parallel` calls it first.
 
 Each entry below names the place in megatron-core 0.19.2 that needs it. torch 2.13.0.
 """
@@ -38,7 +38,8 @@ _FACTORIES = (
 
 def install() -> None:
     """Prepare this process for megatron-core; without effect where there is a GPU, and when called again."""
-    if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
+    installed: Any = torch.cuda.current_device
+    if torch.cuda.is_available() or installed is _current_device:
         return
     from torch import _dynamo  # noqa: F401, PLC0415 - torch.optim imports it on first use; it must see torch unpatched
 
@@ -55,7 +56,7 @@ def _current_device() -> torch.device:
 
 
 class _Stream:
-    """A CUDA stream where there is none: work is already in order (token_dispatcher.py:469, param_and_grad_buffer.py:632)."""
+    """A CUDA stream where there is none: work is in order anyway (token_dispatcher.py:469)."""
 
     device = _CPU
 
@@ -80,8 +81,8 @@ def _stand_in_modules() -> None:
     """Two submodules are replaced before megatron's packages import them.
 
     paged_stash: `import triton` without a guard (transformer/moe/ops/paged_stash.py:4), reached from the schedules; its
-    kernels are never called without CUDA graphs. jit: `jit_fuser` is torch.compile (core/jit.py), which costs seconds of
-    compilation for functions that gain nothing on a CPU.
+    kernels are never called without CUDA graphs. jit: `jit_fuser` is torch.compile (core/jit.py), which costs seconds
+    of compilation for functions that gain nothing on a CPU.
     """
 
     class Missing(types.ModuleType):
@@ -183,8 +184,8 @@ def _megatron() -> None:
     # process, so a plain queue does (filesystem_async.py:get_write_results_queue).
     filesystem_async._results_queue = queue.Queue()
 
-    # With torch's Adam, a "fully_reshardable" load looks for "step" in the tensors (distrib_optimizer.py:1223) and gives
-    # all parameters one shared step tensor, which Adam then counts up once per parameter.
+    # With torch's Adam, a "fully_reshardable" load looks for "step" in the tensors (distrib_optimizer.py:1223) and
+    # gives all parameters one shared step tensor, which Adam then counts up once per parameter.
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
     load_state = DistributedOptimizer.load_state_dict
 

@@ -8,7 +8,6 @@ tensors that it gathers, so no rank holds more than one whole tensor. Import aft
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,7 @@ def _write(
                     close()
                     current = where[name]
                     writer = SafetensorsWriter(aside / names[current], own[current])
-                writer.write(name, memoryview(whole.cpu().contiguous().view(torch.uint8).numpy()))
+                writer.write(name, _raw(whole))
         except OSError as failure:
             error = failure
     try:
@@ -155,6 +154,12 @@ def _write(
         if writer is not None:
             writer.abandon()
         raise _CannotWrite(str(error))
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy where it is contiguous on the CPU."""
+    data: Any = tensor.cpu().contiguous().view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def _finish(folder: Path, aside: Path, source: Path, parts: list[dict[str, Any]], dtype: str) -> None:
@@ -175,5 +180,5 @@ def _finish(folder: Path, aside: Path, source: Path, parts: list[dict[str, Any]]
     manifest = {"format": 1, "algorithm": "sha256", "files": files, "tensors": tensors}
     write_durably(aside / MANIFEST, json.dumps(manifest).encode())
     sync_folder(aside)
-    os.rename(aside, folder)
+    aside.rename(folder)
     sync_folder(folder.parent)

@@ -160,58 +160,58 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[st
     """Keyword arguments of megatron's TransformerConfig."""
     layout, dtype = trainer.layout, _DTYPES[trainer.dtype]
     on_gpu = trainer.device == "cuda"
-    arguments: dict[str, Any] = dict(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.intermediate or shape.expert_intermediate,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.key_value_heads,
-        kv_channels=shape.head_dim,
-        layernorm_epsilon=shape.norm_epsilon,
-        qk_layernorm=shape.qk_norm,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_softmax_in_fp32=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor or layout.tensor,
-        sequence_parallel=layout.tensor > 1,
-        variable_seq_lengths=layout.pipeline > 1,  # micro-batches differ in length: stages exchange shapes first
-        calculate_per_token_loss=True,  # no division by micro-batches or ranks anywhere: losses add up
-        use_cpu_initialization=not on_gpu,
-        perform_initialization=False,  # every parameter is loaded
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        deallocate_pipeline_outputs=False,
-        moe_token_dispatcher_type="alltoall",  # the other one refuses variable lengths, and checks no routes
-        batch_p2p_comm=on_gpu,
-    )
+    arguments: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.intermediate or shape.expert_intermediate,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.key_value_heads,
+        "kv_channels": shape.head_dim,
+        "layernorm_epsilon": shape.norm_epsilon,
+        "qk_layernorm": shape.qk_norm,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
+        "sequence_parallel": layout.tensor > 1,
+        "variable_seq_lengths": layout.pipeline > 1,  # micro-batches differ in length: stages exchange shapes first
+        "calculate_per_token_loss": True,  # no division by micro-batches or ranks anywhere: losses add up
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,  # every parameter is loaded
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "deallocate_pipeline_outputs": False,
+        "moe_token_dispatcher_type": "alltoall",  # the other one refuses variable lengths, and checks no routes
+        "batch_p2p_comm": on_gpu,
+    }
     if trainer.recompute:
-        arguments |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.experts:
-        arguments |= dict(
-            num_moe_experts=shape.experts,
-            moe_layer_freq=[int(x) for x in shape.moe_layers],
-            moe_ffn_hidden_size=shape.expert_intermediate,
-            moe_router_topk=shape.top_k,
-            moe_router_pre_softmax=not shape.norm_topk_prob,
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_router_dtype="fp32",
-            moe_grouped_gemm=False,
-            moe_permute_fusion=False,
-            moe_router_fusion=False,
-        )
+        arguments |= {
+            "num_moe_experts": shape.experts,
+            "moe_layer_freq": [int(x) for x in shape.moe_layers],
+            "moe_ffn_hidden_size": shape.expert_intermediate,
+            "moe_router_topk": shape.top_k,
+            "moe_router_pre_softmax": not shape.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": False,
+            "moe_permute_fusion": False,
+            "moe_router_fusion": False,
+        }
     return arguments

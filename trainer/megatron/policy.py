@@ -96,10 +96,11 @@ class PolicyModel:
         return self.parts.shape
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
-        """Score micro-batches without gradients, with routing replay as in training; same on all pipeline and tensor ranks.
+        """Score micro-batches without gradients, with routing replay as in training.
 
-        The number of micro-batches must be the same on all data-parallel ranks (fill up with empty ones). Tensors are
-        on the CPU. Raises InvalidRoutes before anything is computed.
+        The answer is the same on all pipeline and tensor ranks. The number of micro-batches must
+        be the same on all data-parallel ranks (fill up with empty ones). Tensors are on the CPU. Raises InvalidRoutes
+        before anything is computed.
         """
 
         def output(_: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

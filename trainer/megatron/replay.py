@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutePlan:
-    """What each row of a micro-batch does. experts: int64 [T, moe layers, top_k]. source: int64 [T], values of `Source`."""
+    """What each row of a micro-batch does.
+
+    experts: int64 [T, moe layers, top_k]. source: int64 [T], values of `Source`.
+    """
 
     experts: Tensor
     source: Tensor
@@ -47,11 +51,11 @@ class RoutePlan:
 def plan_routes(
     batch: MicroBatch, rows: int, *, experts: int, top_k: int, moe_layers: Sequence[bool], mode: str
 ) -> RoutePlan:
-    """Check a micro-batch's trace and lay it out for `rows` >= T rows (the rest is padding).
+    """Check a micro-batch's trace and lay it out for `rows`, at least T (the rest is padding).
 
-    mode: "required" (a row that needs a trace and has none is an error), "available" (it keeps its own routing) or
-    "off" (all do). The last token of a traced sequence has no trace and needs none: no later token attends to it and its
-    own output is not trained; it and padding are spread. Raises InvalidRoutes.
+    mode: "required" (a row that needs a trace and has none is an error), "available" (it keeps its own routing)
+    or "off" (all do). The last token of a traced sequence has no trace and needs none: no later token attends to it
+    and its own output is not trained; it and padding are spread. Raises InvalidRoutes.
     """
     layers = sum(moe_layers)
     spread = torch.arange(rows)[:, None] * top_k + torch.arange(top_k)
@@ -67,7 +71,8 @@ def plan_routes(
     valid = batch.routes_valid.cpu()
     if trace.shape[0] != batch.tokens or valid.shape[0] != batch.tokens or trace.shape[2] != top_k:
         raise InvalidRoutes(
-            f"routes are {list(batch.routes.shape)} for {batch.tokens} tokens and a top_k of {top_k}, valid is {list(valid.shape)}"
+            f"routes are {list(batch.routes.shape)} for {batch.tokens} tokens and a top_k of {top_k}; "
+            f"routes_valid is {list(valid.shape)}"
         )
     used = torch.zeros(rows, dtype=torch.bool)
     used[: starts[-1]] = valid[: starts[-1]]
@@ -76,7 +81,7 @@ def plan_routes(
     source[used] = Source.TRACE.value
     needs = torch.zeros(rows, dtype=torch.bool)
     needs[: starts[-1]] = ~valid[: starts[-1]]
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in pairwise(starts):
         if end - start and (end - start == 1 or bool(used[start : end - 1].all())):
             needs[end - 1] = False
     if mode == "required" and bool(needs.any()):

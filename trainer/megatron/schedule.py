@@ -91,7 +91,7 @@ def run(
     training: bool,
     device: torch.device,
 ) -> list[Report]:
-    """Forward, and backward if `training`, of all items; returns the reports, by item, on every rank of the pipeline."""
+    """Forward, and backward if `training`, of all items; the reports, by item, on every rank of the pipeline."""
     if not items:
         raise ValueError("a step needs at least one micro-batch on every rank; fill up with empty ones")
 

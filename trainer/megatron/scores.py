@@ -27,8 +27,8 @@ class _Scores(torch.autograd.Function):
     ) -> Tensor:
         first = dist.get_rank(group) * weight.shape[0] if group is not None else 0
         out = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        for rows in torch.arange(hidden.shape[0]).split(chunk):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
             logits = (hidden[part] @ weight.t()).float().div_(temperature)
             largest = logits.max(-1).values
             if group is not None:
@@ -56,8 +56,8 @@ class _Scores(torch.autograd.Function):
         by_log_prob, by_entropy = gradients[0]
         to_hidden, to_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         entropy_counts = bool(by_entropy.any())
-        for rows in torch.arange(hidden.shape[0]).split(chunk):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for start in range(0, hidden.shape[0], chunk):
+            part = slice(start, start + chunk)
             log_p = (hidden[part] @ weight.t()).float().div_(temperature).sub_(log_sum[part, None])
             slope = log_p.exp()
             if entropy_counts:

@@ -1,7 +1,7 @@
 """Weights between Hugging Face folders and megatron's sharded parameters, for every layout.
 
-Invariant: export(import(w)) == w, bit for bit, in the trainer's dtype. On import a rank reads only its slices, tensor by
-tensor; on export it holds one whole tensor at a time. Import after compat.install.
+Invariant: export(import(w)) == w, bit for bit, in the trainer's dtype. On import a rank reads only its slices, tensor
+by tensor; on export it holds one whole tensor at a time. Import after compat.install.
 
 | Hugging Face | megatron (local spec) | how it is cut |
 |---|---|---|
@@ -143,7 +143,7 @@ class _Reader:
 
 
 def load_hf(model: Any, shape: ModelShape, folder: Path) -> None:
-    """Fill every parameter of an unwrapped GPTModel from a Hugging Face folder. Raises ConfigError if one does not fit."""
+    """Fill every parameter of an unwrapped GPTModel from a Hugging Face folder; ConfigError if one does not fit."""
     reader = _Reader(folder)
     with torch.no_grad():
         for parameter, rule in parameters(model, shape):
@@ -155,7 +155,7 @@ def load_hf(model: Any, shape: ModelShape, folder: Path) -> None:
             value = _join(rule, parts, shape, at.count)
             if value.shape != parameter.shape:
                 raise ConfigError(
-                    f"{folder}: {' + '.join(names)} gives {list(value.shape)}, but the model that config.json describes "
+                    f"{folder}: {' + '.join(names)} gives {list(value.shape)}, but the model of config.json "
                     f"needs {list(parameter.shape)}."
                 )
             parameter.copy_(value)
@@ -184,7 +184,7 @@ def split(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
     whole = torch.cat(shards)
     by_group = whole.view(shape.key_value_heads, -1, whole.shape[-1])
     sizes = [by_group.shape[1] - 2 * shape.head_dim, shape.head_dim, shape.head_dim]
-    return [part.reshape(-1, whole.shape[-1]) for part in by_group.split(sizes, 1)]
+    return [part.reshape(-1, whole.shape[-1]) for part in torch.split(by_group, sizes, 1)]
 
 
 def whole_shapes(rule: Rule, local: tuple[int, ...], shape: ModelShape, count: int) -> list[tuple[int, ...]]:
