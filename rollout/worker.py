@@ -49,10 +49,10 @@ UNAVAILABLE = (BrokerError, TimeoutError)
 
 @dataclass(slots=True)
 class Held:
-    """A ticket in work, and the task that works on it."""
+    """A ticket in work, and the task that works on it. submitting: the group may be the queue's already."""
 
-    ticket: Ticket
     task: asyncio.Task[None]
+    submitting: bool = False
 
 
 class BadPrompt(Exception):
@@ -108,7 +108,7 @@ class Worker:
         while (admitted := await self._admission()) is not None:
             ticket, engine = admitted
             task = asyncio.create_task(self._group(ticket, engine, time.monotonic()))
-            self._held[ticket.group_id] = Held(ticket, task)
+            self._held[ticket.group_id] = Held(task)
             task.add_done_callback(partial(self._done, ticket.group_id))
         if self._held:
             await asyncio.wait([held.task for held in self._held.values()])
@@ -218,6 +218,7 @@ class Worker:
 
     async def _submit(self, group: Group) -> None:
         """Hand the group in, again while Redis is away or full; the lease ends the trying, not we."""
+        self._held[group.group_id].submitting = True
         began, uncertain = time.monotonic(), False
         wait = 0.05
         while True:
@@ -274,7 +275,7 @@ class Worker:
                 LOG.warning("no heartbeat", detail=str(error))
             else:
                 for group_id in set(ids) - kept:
-                    if (held := self._held.get(group_id)) is not None:
+                    if (held := self._held.get(group_id)) is not None and not held.submitting:
                         held.task.cancel()
                         self.counters.add("leases_lost")
             await asyncio.sleep(every)

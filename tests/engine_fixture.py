@@ -89,8 +89,10 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
         time.sleep(0.05)
 
 
-def start_engine(directory: Path, redis_url: str, tiny: TinyModel | None = None) -> RealEngine:
-    """`lagrange engine` with a tiny model, ready and JOINING; the caller ends `supervisor`."""
+def launch_engine(
+    directory: Path, redis_url: str, tiny: TinyModel | None = None
+) -> tuple[RunConfig, Broker, subprocess.Popen[bytes]]:
+    """Start `lagrange engine` with a tiny model, and do not wait for it."""
     from tests.conftest import small_config  # noqa: PLC0415 (conftest imports this module)
 
     folder = directory / "model"
@@ -100,7 +102,7 @@ def start_engine(directory: Path, redis_url: str, tiny: TinyModel | None = None)
         **{
             "model": {"path": folder},
             "redis.url": redis_url,
-            "run.id": "engine-test",
+            "run.id": f"engine-{directory.name}",
             "engine": {"python": engine_python(), "max_total_tokens": 20000, "start_timeout_s": START_S},
         },
     )
@@ -116,18 +118,24 @@ def start_engine(directory: Path, redis_url: str, tiny: TinyModel | None = None)
             stderr=subprocess.STDOUT,
             env={**os.environ, "LAGRANGE_ENGINE_API_KEY": KEY},
         )
+    return config, broker, supervisor
+
+
+def start_engine(directory: Path, redis_url: str, tiny: TinyModel | None = None) -> RealEngine:
+    """`lagrange engine` with a tiny model, ready and JOINING; `stop_engine` ends it."""
+    config, broker, supervisor = launch_engine(directory, redis_url, tiny)
     try:
         wait_until(
             lambda: bool(broker.engines()) or supervisor.poll() is not None, START_S, "the engine does not start"
         )
-        log_text = (config.run.folder / "supervisor.log").read_text()
-        assert supervisor.poll() is None, log_text
+        assert supervisor.poll() is None, (config.run.folder / "supervisor.log").read_text()
         record = broker.engines()[0]
         assert record.state is EngineState.JOINING
     except BaseException:
         supervisor.kill()
         supervisor.wait(10)
         raise
+    folder = directory / "model"
     return RealEngine(record.url, folder, read_checkpoint(folder), KEY, config, broker, supervisor)
 
 
