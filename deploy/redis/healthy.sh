@@ -3,4 +3,4 @@
 set -eu
 REDISCLI_AUTH="$(cat "${REDIS_PASSWORD_FILE:?}")"
 export REDISCLI_AUTH
-[ "$(redis-cli -t 3 ping)" = PONG ]
+[ "$(redis-cli ping)" = PONG ]
