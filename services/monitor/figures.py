@@ -89,12 +89,22 @@ def stale_share(now: Snapshot, before: Snapshot | None) -> float | None:
     return stale / (stale + used) if stale + used else None
 
 
+WORKER_SILENT_MS = 30_000
+
+
+def living_workers(s: Snapshot) -> int:
+    """Workers whose last heartbeat is at most 30 s old; Redis keeps those that ended for an hour."""
+    ages = (s.time_ms - float(stats.get("heartbeat_ms", s.time_ms)) for stats in s.workers.values())
+    return sum(age <= WORKER_SILENT_MS for age in ages)
+
+
 def blocked_share(now: Snapshot, before: Snapshot | None) -> float | None:
     """Share of the workers' time that they waited for admission since `before`; None if that is not known."""
-    if before is None or not now.workers or now.time_ms <= before.time_ms:
+    workers = living_workers(now)
+    if before is None or not workers or now.time_ms <= before.time_ms:
         return None
     waited = now.counters.get("admission_wait_seconds", 0.0) - before.counters.get("admission_wait_seconds", 0.0)
-    return min(1.0, max(0.0, waited / ((now.time_ms - before.time_ms) / 1000 * len(now.workers))))
+    return min(1.0, max(0.0, waited / ((now.time_ms - before.time_ms) / 1000 * workers)))
 
 
 def capacity(snapshot: Snapshot) -> int:

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from broker.types import EngineState, LagCount, Snapshot, Tally
 from services.monitor import views
 from services.monitor.diagnosis import Diagnosis, Verdict
-from services.monitor.figures import Distribution, capacity, in_flight, number
+from services.monitor.figures import Distribution, capacity, in_flight, living_workers, number
 
 STATES = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
 STATISTICS = ("min", "mean", "p50", "p95", "max")
@@ -62,7 +62,7 @@ METRICS = (
     Name("engine_publish_lag_versions", "gauge", ("engine",), "The trainer's version less the engine's."),
     Name("engine_routable", "gauge", ("engine",), "1 if new groups may be sent to it."),
     Name("engines", "gauge", ("state",), "Engines by state."),
-    Name("workers", "gauge", (), "Rollout workers that said that they live."),
+    Name("workers", "gauge", (), "Rollout workers with a heartbeat in the last 30 seconds."),
     Name("trainer_lease_left_seconds", "gauge", (), "Time until the trainer counts as gone."),
     Name("trainer_metric", "gauge", ("name",), "Each finite number of the trainer's last step record."),
     Name("trainer_wait_share", "gauge", (), "Share of the trainer's time that it waited for groups, last steps."),
@@ -133,7 +133,7 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
         "engine_publish_lag_versions": [((e.engine_id,), float(behind)) for e, behind in known],
         "engine_routable": [((e.engine_id,), float(e.routable)) for e in s.engines],
         "engines": [((one.value,), float(sum(e.state is one for e in s.engines))) for one in EngineState],
-        "workers": _one(len(s.workers)),
+        "workers": _one(living_workers(s)),
         "trainer_lease_left_seconds": [] if left is None else _one(left / 1000),
         "trainer_metric": [((name,), value) for name, value in sorted(record.items())],
         "trainer_wait_share": _maybe(figures["trainer_wait_share"]),

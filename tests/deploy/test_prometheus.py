@@ -235,3 +235,10 @@ def test_every_panel_and_every_recording_gives_a_series_from_a_live_prometheus(p
         wanted = {expr: where for expr, where in wanted.items() if not ask(prometheus, expr)}
         time.sleep(0.5)
     assert wanted == {}
+
+
+def test_a_worker_that_fell_silent_is_not_counted() -> None:
+    now = a_snapshot()
+    gone = {"worker-0@h-9": {"heartbeat_ms": float(now.time_ms - 60_000)}}
+    text = metrics.render(replace(now, workers={**now.workers, **gone}), diagnose(now, None, []))
+    assert b"\nlagrange_workers 1.0\n" in text
