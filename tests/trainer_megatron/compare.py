@@ -35,3 +35,16 @@ def different(got: Named, want: Named) -> list[str]:
     """Names whose tensors are not equal bit for bit."""
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())[:8]
     return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+def weights(tensors: Named) -> Named:
+    """The model's weights among a step's results."""
+    return {name: value for name, value in tensors.items() if name.startswith(("model.", "lm_head."))}
+
+
+def distance(got: Named, want: Named) -> float:
+    """Norm of the difference over the norm of `want`, over the whole model."""
+    assert got.keys() == want.keys()
+    error = sum(float((got[name] - want[name]).double().square().sum()) for name in want)
+    size = sum(float(want[name].double().square().sum()) for name in want)
+    return float((error / size) ** 0.5)
