@@ -114,9 +114,7 @@ class Worker:
             await asyncio.wait([held.task for held in self._held.values()])
 
     def _done(self, group_id: int, task: asyncio.Task[None]) -> None:
-        self._held.pop(
-            group_id, None
-        )  # no longer renewed: after a fault the lease expires and the prompt is issued again
+        self._held.pop(group_id, None)  # not renewed any more: after a fault the lease expires, the prompt comes again
         self._free.release()
         if not task.cancelled() and (error := task.exception()) is not None:
             self.counters.add("worker_faults")
