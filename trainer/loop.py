@@ -43,6 +43,7 @@ from trainer.losses.catalogue import LossSettings, loss_settings
 from trainer.losses.sat import Gate
 from trainer.losses.step import loss_function, prepare
 from trainer.ports import CheckpointPort, MetricsSink, PolicyPort, Ranks, SavedState, TrainerBroker
+from trainer.quantile import SumCounts, alone
 from trainer.schedule import learning_rate
 from trainer.statistics import step_statistics
 from trainer.timing import Stopwatch
@@ -99,7 +100,7 @@ class Trainer:
         self._make_sink, self._sink = sink, cast(MetricsSink | None, None)
         self._stop, self._clock, self._wall, self._sleep = stop, clock, wall, sleep
         self._weights = config.run.folder / "weights"
-        self._sum = ranks.sum_over_data
+        self._sum: SumCounts = ranks.sum_over_data if ranks.data_size > 1 else alone
         self._watch = Stopwatch(clock)
 
     def run(self) -> End:

@@ -33,6 +33,8 @@ def exact_quantile(
     wide = values.dtype == torch.float64
     if not wide and values.dtype != torch.float32:
         raise TypeError(f"values are {values.dtype}, expected float32 or float64")
+    if sum_counts is alone and weights is None:
+        return _sorted_quantile(values.detach(), alpha)
     rounds = 8 if wide else 4
     kind = torch.int64 if wide else torch.int32
     bits = (values.detach().contiguous() + 0.0).view(kind).to(torch.int64)  # + 0.0 turns -0 into 0
@@ -61,8 +63,23 @@ def exact_quantile(
             ranks_left[side] -= int(cumulative[bucket - 1]) if bucket else 0
             prefixes[side] = prefixes[side] << 8 | bucket
     low, high = (float(torch.tensor(p, dtype=torch.int64).to(kind).view(values.dtype)) for p in prefixes)
-    between = low + (high - low) * fraction
-    return between if wide else float(torch.tensor(between, dtype=torch.float32))
+    return _between(low, high, fraction, wide=wide)
+
+
+def _sorted_quantile(values: Tensor, alpha: float) -> float:
+    """The same number, faster on one rank: a sort finds the same two neighbours."""
+    if not len(values):
+        return math.nan
+    position = alpha * (len(values) - 1)
+    below = min(int(position), len(values) - 1)
+    ordered = values.sort().values
+    low, high = ordered[torch.tensor([below, min(below + 1, len(values) - 1)], device=values.device)].tolist()
+    return _between(low, high, position - below, wide=values.dtype == torch.float64)
+
+
+def _between(low: float, high: float, fraction: float, *, wide: bool) -> float:
+    value = low + (high - low) * fraction
+    return value if wide else float(torch.tensor(value, dtype=torch.float32))
 
 
 def prefix_mean_threshold(values: Tensor, bound: float, *, sum_over: SumCounts = alone) -> float:

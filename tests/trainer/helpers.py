@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import hypothesis
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,6 +15,15 @@ from configs.schema import LossSection
 from trainer.batch import MicroBatch, Sample, pack
 from trainer.losses.catalogue import LossSettings, resolve
 from trainer.losses.step import loss_function, prepare
+
+
+def given(*arguments: Any, **named: Any) -> Callable[[Any], Any]:
+    """hypothesis.given with few examples and no deadline: the machines that run this are small and busy."""
+
+    def decorate(test: Any) -> Any:
+        return hypothesis.settings(max_examples=40, deadline=None)(hypothesis.given(*arguments, **named)(test))
+
+    return decorate
 
 
 def trajectory(

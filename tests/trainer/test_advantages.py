@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.helpers import group, settings, trajectory
+from tests.trainer.helpers import given, group, settings, trajectory
 from trainer.advantages import all_equal, group_advantages
 from trainer.data import is_filtered, samples_of
 from trainer.ports import OneRank

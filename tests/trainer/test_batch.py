@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.helpers import packed, sample, trajectory
+from tests.trainer.helpers import given, packed, sample, trajectory
 from trainer.batch import balance, check_routes, first_fit, padding_share, plan, spread_routes
 
 

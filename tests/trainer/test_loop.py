@@ -68,48 +68,14 @@ def test_version_zero_is_published_before_anything_else(config: Any, handle: Bro
 
 def test_every_record_holds_the_promised_keys_and_is_plain_json(config: Any, handle: Broker) -> None:
     trainer_of(config, handle, World(config, handle), MemoryCheckpoints()).run()
-    wanted = set(
-        [
-            "step",
-            "version",
-            "time_s",
-            "reward_mean",
-            "reward_std",
-            "loss",
-            "grad_norm",
-            "learning_rate",
-            "entropy",
-            "kl_behaviour",
-            "log_ratio_abs_mean",
-            "log_ratio_abs_max",
-            "clip_fraction",
-            "ess",
-            "lag_min",
-            "lag_mean",
-            "lag_max",
-            "by_lag",
-            "sat",
-            "response_tokens",
-            "total_tokens",
-            "response_length_mean",
-            "groups",
-            "groups_filtered",
-            "replay_overlap",
-            "wait_s",
-            "wait_reason",
-            "fetch_s",
-            "pack_s",
-            "log_prob_s",
-            "forward_backward_s",
-            "optimizer_s",
-            "export_s",
-            "checkpoint_s",
-            "commit_s",
-            "step_s",
-            "tokens_per_s",
-            "queue_wait_ms_mean",
-        ]
-    )
+    wanted = {
+        "step", "version", "time_s", "reward_mean", "reward_std", "loss", "grad_norm", "learning_rate",
+        "entropy", "kl_behaviour", "log_ratio_abs_mean", "log_ratio_abs_max", "clip_fraction", "ess",
+        "lag_min", "lag_mean", "lag_max", "by_lag", "sat", "response_tokens", "total_tokens",
+        "response_length_mean", "groups", "groups_filtered", "replay_overlap", "wait_s", "wait_reason",
+        "fetch_s", "pack_s", "log_prob_s", "forward_backward_s", "optimizer_s", "export_s", "checkpoint_s",
+        "commit_s", "step_s", "tokens_per_s", "queue_wait_ms_mean",
+    }  # fmt: skip
     sat = {"q", "gate_rate", "c_min", "radius_low", "radius_high", "d_star_plus", "d_star_minus", "new_clip_fraction"}
     for record in records(config):
         assert not wanted - set(record)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.load import ConfigError
-from tests.trainer.helpers import flat_batch, settings, step_loss
+from tests.trainer.helpers import flat_batch, given, settings, step_loss
 from trainer.losses.catalogue import CATALOGUE
 from trainer.losses.policy import FUNCTIONS
 
@@ -39,7 +38,7 @@ def clip(x: float, low: float, high: float) -> float:
 
 
 def reference(name: str, rows: list[Row]) -> tuple[float, list[list[float]]]:
-    """(loss, dloss/dlog pi) as written in the papers; active tokens only, global denominators. SAT has its own tests."""
+    """(loss, dloss/dlog pi) as written in the papers, with global denominators. SAT has its own tests."""
     chosen = settings(name)
     eps_low, eps_high, p = chosen.clip_low, chosen.clip_high, chosen.parameters
     active = [[t for t in row if t[3]] for row in rows]

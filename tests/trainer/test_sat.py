@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import SatSection
-from tests.trainer.helpers import flat_batch, settings, step_loss
+from tests.trainer.helpers import flat_batch, given, settings, step_loss
 from trainer.losses.catalogue import warnings
 from trainer.losses.policy import FUNCTIONS, StepContext
 from trainer.losses.sat import Gate, contraction, measure_gate, one_radius

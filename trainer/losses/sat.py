@@ -125,9 +125,9 @@ def _crossing(gate: Gate, sat: SatSection, plain: float, epsilon: float, moved: 
     if gate.quantile >= plain:
         return plain
     low, high = gate.quantile, plain
-    for _ in range(8):  # each round of one tensor narrows the interval 64-fold
-        grid = torch.linspace(low, high, 65, dtype=torch.float64)
+    for _ in range(4):  # each round of one tensor narrows the interval 4096-fold
+        grid = torch.linspace(low, high, 4097, dtype=torch.float64)
         beyond = moved(grid) > epsilon * kernel(grid, gate, sat).clamp_min(sat.floor)
-        first = int(beyond.to(torch.int64).argmax()) if bool(beyond.any()) else 64
+        first = int(beyond.to(torch.int64).argmax()) if bool(beyond.any()) else 4096
         low, high = float(grid[max(first - 1, 0)]), float(grid[first])
     return high
