@@ -144,7 +144,7 @@ class Reconciler:
     async def look(self) -> None:
         """Read the registry once, stage a new version, and start a drive of every engine that is not being driven."""
         self._collect()
-        # What is read below may be older than what a drive that runs meanwhile writes: such an engine has its turn later.
+        # What is read below may be older than what a drive that runs meanwhile writes: such an engine waits its turn.
         driven = {engine_id for engine_id, member in self.members.items() if member.busy}
         records, published = await asyncio.to_thread(lambda: (self.registry.engines(), self.registry.published()))
         self.totals.looks += 1

@@ -119,6 +119,7 @@ def process(file: Path, log: Path):
             child.wait(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["abort", "drain"])
 def test_killed_in_the_middle_of_an_update_and_started_again_it_continues_and_loads(
     w: World, tmp_path: Path, mode: str

@@ -47,6 +47,7 @@ async def test_a_published_version_reaches_the_engine_verified_with_the_cache_fl
     assert engine.pauses == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONTROL)
 async def test_whatever_fails_no_wrong_version_is_routable_and_everything_recovers(w: World, path):
     engine = w.add_engine("e0")
