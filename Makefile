@@ -16,12 +16,13 @@ VENV := .venv/.ready
 ENGINE := .venv-sglang/.ready
 BIN := .venv/bin
 
-.PHONY: help setup run test test-fast lint format clean python
+.PHONY: help setup run test test-fast test-docker lint format clean python
 
 help:
 	@echo 'make run        set up and train configs/local.yaml (CONFIG=... for another, SET="--set lag.max=4")'
 	@echo 'make test       set up, lint, type check and run all tests (at most 20 minutes)'
 	@echo 'make test-fast  the tests that need neither SGLang nor Megatron-core (at most 2 minutes)'
+	@echo 'make test-docker the tiny system in a real Docker engine: kill, scale, resume (root, about half an hour)'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff mend what it can'
 	@echo 'make setup      the two environments alone'
@@ -37,6 +38,9 @@ test: setup lint
 
 test-fast: $(VENV)
 	@$(BIN)/python -m pytest -q -m 'not engine and not megatron and not slow'
+
+test-docker: $(VENV)
+	@$(BIN)/python -m pytest tests/deploy/docker/drills.py -q -s
 
 lint: $(VENV)
 	@$(BIN)/ruff check .

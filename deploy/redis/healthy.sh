@@ -3,4 +3,7 @@
 set -eu
 REDISCLI_AUTH="$(cat "${REDIS_PASSWORD_FILE:?}")"
 export REDISCLI_AUTH
-[ "$(redis-cli ping)" = PONG ]
+if [ -n "${REDIS_TLS_FOLDER:-}" ]; then
+  set -- --tls --cacert "$REDIS_TLS_FOLDER/ca.crt"
+fi
+[ "$(redis-cli "$@" ping)" = PONG ]

@@ -8,48 +8,59 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import redis
 
+from broker.errors import BrokerUnavailable
+from broker.queue import Broker
 from broker.server import find_server
+from tests.conftest import small_config
 from tests.deploy.tools import DEPLOY
 
 PASSWORD = "a-password-from-a-file"
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[redis.Redis, subprocess.Popen[bytes]]]:
+@contextmanager
+def started(folder: Path, **more: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A server from deploy/redis with its paths moved into `folder`; its port and process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    here = {"/etc/redis/redis.conf": tmp_path / "redis.conf", "/tmp/redis.conf": tmp_path / "made.conf"}
+    here = {"/etc/redis/redis.conf": folder / "redis.conf", "/tmp/redis.conf": folder / "made.conf"}
     text = (DEPLOY / "redis/redis.conf").read_text(encoding="utf-8")
-    text = (
-        text.replace("port 6379", f"port {port}").replace("dir /data", f"dir {tmp_path}").replace("* -::*", "127.0.0.1")
-    )
+    for theirs, ours in (("port 6379", f"port {port}"), ("dir /data", f"dir {folder}"), ("* -::*", "127.0.0.1")):
+        text = text.replace(theirs, ours)
     here["/etc/redis/redis.conf"].write_text(text, encoding="utf-8")
     script = (DEPLOY / "redis/start.sh").read_text(encoding="utf-8")
-    for theirs, ours in here.items():
-        script = script.replace(theirs, str(ours))
-    (tmp_path / "start.sh").write_text(script, encoding="utf-8")
-    (tmp_path / "password").write_text(PASSWORD, encoding="utf-8")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/redis-server").symlink_to(find_server())
+    for path, moved in here.items():
+        script = script.replace(path, str(moved))
+    (folder / "start.sh").write_text(script, encoding="utf-8")
+    (folder / "password").write_text(PASSWORD, encoding="utf-8")
+    (folder / "bin").mkdir()
+    (folder / "bin/redis-server").symlink_to(find_server())
     environment = {
-        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
-        "REDIS_PASSWORD_FILE": str(tmp_path / "password"),
+        "PATH": f"{folder}/bin:/usr/bin:/bin",
+        "REDIS_PASSWORD_FILE": str(folder / "password"),
         "REDIS_MAXMEMORY": "64mb",
+        **more,
     }
-    process = subprocess.Popen(["/bin/sh", str(tmp_path / "start.sh")], env=environment, stdout=subprocess.DEVNULL)
-    client = redis.Redis(port=port, password=PASSWORD, socket_timeout=5)
+    process = subprocess.Popen(["/bin/sh", str(folder / "start.sh")], env=environment, stdout=subprocess.DEVNULL)
     try:
-        yield client, process
+        yield port, process
     finally:
-        client.close()
         process.terminate()
         process.wait(10)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[redis.Redis, subprocess.Popen[bytes]]]:
+    with started(tmp_path) as (port, process):
+        client = redis.Redis(port=port, password=PASSWORD, socket_timeout=5)
+        yield client, process
+        client.close()
 
 
 def answered(client: redis.Redis) -> None:
@@ -100,3 +111,37 @@ def test_its_health_check_fails_with_a_wrong_password(
     assert healthy() == 0
     (tmp_path / "password").write_text("another", encoding="utf-8")
     assert healthy() != 0
+
+
+def certificates(folder: Path) -> Path:
+    """A throw-away authority and a server's certificate for localhost, as a Kubernetes TLS secret holds them."""
+    folder.mkdir()
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=throw-away"]
+    request += ["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:TRUE"]
+    request += ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
+    subprocess.run(request, check=True, capture_output=True, timeout=60)
+    shutil.copy(folder / "tls.crt", folder / "ca.crt")
+    return folder
+
+
+def test_with_certificates_it_speaks_tls_alone_and_the_broker_checks_who_it_is(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed (Debian: apt-get install openssl)")
+    if "redis-server" not in find_server().name:
+        pytest.skip("the embedded server was built without TLS (Debian: apt-get install redis-server)")
+    folder = certificates(tmp_path / "tls")
+    with started(tmp_path, REDIS_TLS_FOLDER=str(folder)) as (port, _):
+        url = f"rediss://localhost:{port}/0"
+        end = time.monotonic() + 20
+        while True:
+            try:
+                broker = Broker.connect(f"{url}?ssl_ca_certs={folder}/ca.crt", "r", password=PASSWORD, timeout_s=2)
+                break
+            except BrokerUnavailable:
+                assert time.monotonic() < end
+        broker.initialise(small_config(tmp_path, **{"run.id": "r"}))
+        assert broker.snapshot().run == "r"
+        broker.close()
+        for wrong in (url, f"redis://localhost:{port}/0"):
+            with pytest.raises(BrokerUnavailable):
+                Broker.connect(wrong, "r", password=PASSWORD, timeout_s=1)
