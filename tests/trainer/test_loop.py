@@ -119,6 +119,7 @@ def test_every_nth_version_is_published_and_old_weights_go(
     broker.close()
 
 
+@pytest.mark.slow
 def test_the_policy_learns(redis_url: str, make_config: ConfigFactory) -> None:
     config = make_config(
         **{
