@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,10 @@ def test_a_tiny_model_without_a_run_id_is_refused(tmp_path: Path) -> None:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run\.id"):
         process_config(file)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_what_make_py_makes_of_its_counterpart(name: str) -> None:
+    made = runpy.run_path(str(DEPLOY / "configs/make.py"))["made"]
+    text = (DEPLOY / "configs" / name / "config.yaml").read_text(encoding="utf-8")
+    assert text == made(name), "run: python deploy/configs/make.py"

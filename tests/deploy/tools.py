@@ -20,7 +20,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = tuple(sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays").iterdir()))
-CONFIGS = tuple(sorted(path.name for path in (DEPLOY / "configs").iterdir()))
+CONFIGS = tuple(
+    sorted(path.name for path in (DEPLOY / "configs").iterdir() if path.is_dir() and path.name != "__pycache__")
+)
 GPU_ENVIRONMENT = {
     "LAGRANGE_CONFIG": str(DEPLOY / "configs/qwen3-30b-a3b/config.yaml"),
     "LAGRANGE_ASSETS": "/data/rl",
