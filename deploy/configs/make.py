@@ -1,7 +1,7 @@
 """Write deploy/configs/*/config.yaml: the files of configs/ with addresses filled in.   python deploy/configs/make.py
 
-Invariant: pure but for the writing; a test holds what is committed against what this makes, so a change of configs/ that
-was not carried over is seen.
+Invariant: pure but for the writing; a test holds what is committed against what this makes, so that a change of
+configs/ is carried over or seen.
 """
 
 from __future__ import annotations
