@@ -7,13 +7,13 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS build
-COPY deploy/docker/wheels /wheels
 ARG VARIANT=cpu
 ARG PIP_NO_INDEX=0
 ARG PIP_FIND_LINKS=/wheels
 # Where PyTorch's CPU build comes from, if the default index serves the larger CUDA build.
 ARG TORCH_FIND_LINKS=/wheels
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+COPY deploy/docker/wheels /wheels
 COPY requirements/base.txt requirements/sglang.txt /src/requirements/
 RUN python3 -m venv /opt/lagrange \
  && /opt/lagrange/bin/pip install -r /src/requirements/base.txt

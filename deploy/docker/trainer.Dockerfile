@@ -7,7 +7,6 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS build
-COPY deploy/docker/wheels /wheels
 ARG VARIANT=cpu
 ARG RAY=0
 ARG PIP_NO_INDEX=0
@@ -15,6 +14,7 @@ ARG PIP_FIND_LINKS=/wheels
 # Where PyTorch's CPU build comes from, if the default index serves the larger CUDA build.
 ARG TORCH_FIND_LINKS=/wheels
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+COPY deploy/docker/wheels /wheels
 COPY requirements/base.txt requirements/trainer.txt /src/requirements/
 # Megatron-core's metadata asks for Python 3.12 although its wheel works on 3.11; the flag must not reach other packages.
 RUN case "${VARIANT}" in \

@@ -153,8 +153,8 @@ def fetch_wheels(folder: Path) -> Path:
     return wheels
 
 
-def build(folder: Path, names: tuple[str, ...] = ("service", "trainer", "engine")) -> None:
-    """Build our images offline, from a copy of the repository's tracked files and the wheels."""
+def copy_context(folder: Path) -> Path:
+    """The build context: the repository's tracked files as they are now, and the wheels."""
     wheels, context = fetch_wheels(folder), folder / "context"
     shutil.rmtree(context, ignore_errors=True)
     context.mkdir()
@@ -165,8 +165,14 @@ def build(folder: Path, names: tuple[str, ...] = ("service", "trainer", "engine"
             shutil.copy2(ROOT / name, context / name)
     for wheel in wheels.glob("*.whl"):
         os.link(wheel, context / "deploy/docker/wheels" / wheel.name)
-    for name in names:
-        arguments = ("--build-arg", f"BASE_IMAGE={BASE}", "--build-arg", "PIP_NO_INDEX=1", "-t", IMAGES[name])
+    return context
+
+
+def build(folder: Path) -> None:
+    """Build our images offline."""
+    context = copy_context(folder)
+    for name, image in IMAGES.items():
+        arguments = ("--build-arg", f"BASE_IMAGE={BASE}", "--build-arg", "PIP_NO_INDEX=1", "-t", image)
         file = context / "deploy/docker" / f"{name}.Dockerfile"
         docker(folder, "build", *arguments, "-f", file, context, timeout_s=1800)
 
