@@ -15,7 +15,7 @@ from broker.errors import BrokerUnavailable
 from broker.types import Delivery, Refused
 from trainer.ports import Ranks
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02
 
 
 @dataclass(frozen=True, slots=True)
