@@ -53,8 +53,8 @@ LABEL org.opencontainers.image.title="lagrange-engine" \
 RUN groupadd --gid 10001 lagrange \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin lagrange \
  && install -d -o 10001 -g 10001 /var/lib/lagrange
-COPY --from=build /opt/lagrange /opt/lagrange
 COPY --from=build /opt/sglang /opt/sglang
+COPY --from=build /opt/lagrange /opt/lagrange
 ENV PATH=/opt/lagrange/bin:/usr/local/bin:/usr/bin:/bin HOME=/tmp OMP_NUM_THREADS=1 \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false
 # Above: /health then says whether the server is up, at once; generating is what the supervisor probes, once, at start.
