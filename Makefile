@@ -9,7 +9,7 @@ PYTHON ?= python3.11
 CONFIG ?= configs/local.yaml
 # Where pip finds PyTorch's CPU build, if the default index serves the larger CUDA build: make run PIP_TORCH="--index-url ..."
 PIP_TORCH ?=
-PIP := -m pip install --quiet --disable-pip-version-check
+PIP := -m pip install --quiet --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
 VENV := .venv/.ready
@@ -34,10 +34,10 @@ run: setup
 	@$(BIN)/lagrange up $(CONFIG) $(SET)
 
 test: setup lint
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -m 'not soak and not docker'
 
 test-fast: $(VENV)
-	@$(BIN)/python -m pytest -q -m 'not engine and not megatron and not slow'
+	@$(BIN)/python -m pytest -q -m 'not engine and not megatron and not slow and not soak and not docker'
 
 test-docker: $(VENV)
 	@$(BIN)/python -m pytest tests/deploy/docker/drills.py -q -s
