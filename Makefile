@@ -23,6 +23,7 @@ help:
 	@echo 'make test       set up, lint, type check and run all tests (at most 20 minutes)'
 	@echo 'make test-fast  the tests that need neither SGLang nor Megatron-core (at most 2 minutes)'
 	@echo 'make test-docker the tiny system in a real Docker engine: kill, scale, resume (root, about half an hour)'
+	@echo 'make soak       the long variants: thousands of schedules, hundreds of kills'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff mend what it can'
 	@echo 'make setup      the two environments alone'
@@ -34,13 +35,16 @@ run: setup
 	@$(BIN)/lagrange up $(CONFIG) $(SET)
 
 test: setup lint
-	@$(BIN)/python -m pytest -q -m 'not soak and not docker'
+	@$(BIN)/python -m pytest -q -m 'not soak'
 
 test-fast: $(VENV)
-	@$(BIN)/python -m pytest -q -m 'not engine and not megatron and not slow and not soak and not docker'
+	@$(BIN)/python -m pytest -q -m 'not engine and not megatron and not slow and not soak'
 
 test-docker: $(VENV)
 	@$(BIN)/python -m pytest tests/deploy/docker/drills.py -q -s
+
+soak: setup
+	@$(BIN)/python -m pytest -q -m soak
 
 lint: $(VENV)
 	@$(BIN)/ruff check .
