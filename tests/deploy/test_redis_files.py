@@ -29,11 +29,11 @@ def started(folder: Path, **more: str) -> Iterator[tuple[int, subprocess.Popen[b
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    here = {"/etc/redis/redis.conf": folder / "redis.conf", "/tmp/redis.conf": folder / "made.conf"}
+    here = {"/etc/lagrange-redis/redis.conf": folder / "redis.conf", "/tmp/redis.conf": folder / "made.conf"}
     text = (DEPLOY / "redis/redis.conf").read_text(encoding="utf-8")
     for theirs, ours in (("port 6379", f"port {port}"), ("dir /data", f"dir {folder}"), ("* -::*", "127.0.0.1")):
         text = text.replace(theirs, ours)
-    here["/etc/redis/redis.conf"].write_text(text, encoding="utf-8")
+    here["/etc/lagrange-redis/redis.conf"].write_text(text, encoding="utf-8")
     script = (DEPLOY / "redis/start.sh").read_text(encoding="utf-8")
     for path, moved in here.items():
         script = script.replace(path, str(moved))
