@@ -30,6 +30,8 @@ def read_secret(name: str, environment: Mapping[str, str] = os.environ) -> str |
         value = Path(file).read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigError(f"{name}_FILE: {file} cannot be read ({error.strerror}). Name a readable file.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}_FILE: {file} is not text. Name a text file.") from error
     if not value:
         raise ConfigError(f"{name}_FILE: {file} is empty. Write the secret into it.")
     return value

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import structlog
@@ -26,12 +25,13 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from configs.load import ConfigError
 from configs.schema import ServiceSection
+from configs.secrets import API_TOKEN, read_secret
 
 log = structlog.get_logger()
 BEARER = HTTPBearer(auto_error=False, description="LAGRANGE_API_TOKEN")
 MAX_BODY_BYTES = 64 << 10
-MAX_SECRET_BYTES = 4096
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -69,27 +69,6 @@ class Refusal(HTTPException):
 
 class OpenServiceError(Exception):
     """The service would listen beyond this machine without a token."""
-
-
-def read_secret(name: str, environment: Mapping[str, str]) -> str | None:
-    """The secret `name` from the environment, or from the file that `name`_FILE names; None if neither is set.
-
-    Raises OpenServiceError-like ValueError if the file cannot be read: a configured secret is never silently absent.
-    """
-    value = environment.get(name)
-    if value:
-        return value
-    file = environment.get(f"{name}_FILE")
-    if not file:
-        return None
-    try:
-        with Path(file).open("rb") as handle:
-            text = handle.read(MAX_SECRET_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}_FILE names a file that cannot be read") from error
-    if not text:
-        raise ValueError(f"{name}_FILE names an empty file")
-    return text
 
 
 def token_matches(given: str, token: str) -> bool:
@@ -273,9 +252,9 @@ def run_service(
     """Listen, build the application with the token, serve. Returns the exit code; what went wrong is one log line."""
     environment = os.environ if environment is None else environment
     try:
-        token = read_secret("LAGRANGE_API_TOKEN", environment)
+        token = read_secret(API_TOKEN, environment)
         refuse_open_service(section.host, token, environment)
-    except (ValueError, OpenServiceError) as error:
+    except (ConfigError, OpenServiceError) as error:
         log.error("cannot start", service=name, problem=str(error))
         return 2
     try:

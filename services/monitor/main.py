@@ -13,8 +13,10 @@ from fastapi import FastAPI
 from broker.errors import BrokerError
 from broker.logs import configure_logs
 from broker.queue import Broker
+from configs.load import ConfigError
 from configs.schema import RunConfig
-from services.http import read_secret, run_service
+from configs.secrets import REDIS_PASSWORD, read_secret
+from services.http import run_service
 from services.monitor.app import create_app
 from services.monitor.source import Source
 
@@ -29,8 +31,8 @@ def run(config: RunConfig) -> int:
         log.error("cannot start", problem="redis.url is not set. Set it, or start the run with `lagrange up`.")
         return 2
     try:
-        password = read_secret("LAGRANGE_REDIS_PASSWORD", os.environ)
-    except ValueError as error:
+        password = read_secret(REDIS_PASSWORD)
+    except ConfigError as error:
         log.error("cannot start", problem=str(error))
         return 2
     timeout_s = min(config.redis.timeout_s, REDIS_TIMEOUT_S)

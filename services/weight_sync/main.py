@@ -16,8 +16,10 @@ from fastapi import FastAPI
 from broker.errors import BrokerError
 from broker.logs import configure_logs
 from broker.queue import Broker
+from configs.load import ConfigError
 from configs.schema import RunConfig
-from services.http import read_secret, run_service
+from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
+from services.http import run_service
 from services.weight_sync.app import create_app
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
@@ -34,9 +36,9 @@ def run(config: RunConfig) -> int:
         log.error("cannot start", problem="redis.url is not set. Set it, or start the run with `lagrange up`.")
         return 2
     try:
-        password = read_secret("LAGRANGE_REDIS_PASSWORD", os.environ)
+        password = read_secret(REDIS_PASSWORD)
         settings = settings_of(config, os.environ)
-    except ValueError as error:
+    except ConfigError as error:
         log.error("cannot start", problem=str(error))
         return 2
     try:
@@ -53,7 +55,7 @@ def run(config: RunConfig) -> int:
 
 
 def settings_of(config: RunConfig, environment: Mapping[str, str]) -> Settings:
-    """The loop's settings from a run's configuration. Raises ValueError if the engines' key cannot be read."""
+    """The loop's settings from a run's configuration. Raises ConfigError if the engines' key cannot be read."""
     weights, engine = config.weights, config.engine
     exact = engine.device == "cpu" and engine.tensor_parallel == 1
     return Settings(
@@ -66,5 +68,5 @@ def settings_of(config: RunConfig, environment: Mapping[str, str]) -> Settings:
         interval_s=weights.probe_interval_s,
         poll_s=min(0.05, weights.probe_interval_s),
         exact_dtype=engine.dtype if exact else None,
-        api_key=read_secret("LAGRANGE_ENGINE_API_KEY", environment),
+        api_key=read_secret(ENGINE_API_KEY, environment),
     )

@@ -6,7 +6,9 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 
-from services.http import OpenServiceError, harden, is_loopback, read_secret, refuse_open_service, token_matches
+from configs.load import ConfigError
+from configs.secrets import read_secret
+from services.http import OpenServiceError, harden, is_loopback, refuse_open_service, token_matches
 
 
 def test_a_secret_comes_from_the_environment_or_from_the_file_that_it_names(tmp_path):
@@ -22,7 +24,7 @@ def test_a_secret_that_was_configured_and_cannot_be_read_is_an_error_and_not_an_
     file = tmp_path / "secret"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(ValueError, match="T_FILE"):
+    with pytest.raises(ConfigError, match="T_FILE"):
         read_secret("T", {"T_FILE": str(file)})
 
 
