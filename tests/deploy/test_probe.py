@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import importlib.util
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,10 +15,9 @@ from types import ModuleType
 import pytest
 import yaml
 
-from configs import RunConfig
-from services.deployment import initialise, process_config
+from services.deployment import initialise
 from tests.deploy.test_prometheus import a_snapshot
-from tests.deploy.tools import DEPLOY, deploy_config
+from tests.deploy.tools import DEPLOY, ROOT, deploy_config
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +61,39 @@ def file(tmp_path: Path, redis_url: str) -> Path:
     return path
 
 
-def on_port(config: RunConfig, port: int) -> RunConfig:
-    section = config.monitor.model_copy(update={"port": port})
-    return config.model_copy(update={"monitor": section})
-
-
 def test_a_service_is_well_only_if_its_readiness_says_so(
     probe: ModuleType, served: tuple[int, dict[str, int]], file: Path
 ) -> None:
     port, answers = served
-    config = on_port(process_config(file), port)
+    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    tree["monitor"]["port"] = port
+    file.write_text(yaml.safe_dump(tree), encoding="utf-8")
     with pytest.raises(Exception, match="404"):
-        probe.probe("monitor", config)
+        probe.probe("monitor", file)
     answers["/readyz"] = 503
     with pytest.raises(Exception, match="503"):
-        probe.probe("monitor", config)
+        probe.probe("monitor", file)
     answers["/readyz"] = 200
-    probe.probe("monitor", config)
+    probe.probe("monitor", file)
 
 
 def test_a_run_is_prepared_once_init_made_model_and_records(probe: ModuleType, file: Path) -> None:
     with pytest.raises(Exception, match=r"."):
-        probe.probe("init", process_config(file))
+        probe.probe("init", file)
     initialise(file)
-    probe.probe("init", process_config(file))
+    probe.probe("init", file)
+
+
+def test_what_asks_over_http_imports_nothing_of_ours(file: Path) -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['p', 'monitor']\n"
+        f"try: runpy.run_path({str(DEPLOY / 'docker/probe.py')!r}, run_name='__main__')\n"
+        "except SystemExit: print(sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    ).stdout
+    assert not [name for name in ("broker", "configs", "services", "numpy", "pydantic", "redis") if f"'{name}'" in out]
 
 
 def test_the_exit_code_and_one_line_say_what_is_wrong(

@@ -17,7 +17,17 @@ from typing import IO
 
 PACKAGES = (
     *("base-files", "base-passwd", "bash", "dash", "coreutils", "libc-bin", "grep", "sed", "findutils", "tar", "gzip"),
-    *("login", "passwd", "ca-certificates", "python3.11-minimal", "python3", "python3-venv", "libgomp1", "libnuma1"),
+    *(
+        "login",
+        "passwd",
+        "util-linux",
+        "ca-certificates",
+        "python3.11-minimal",
+        "python3",
+        "python3-venv",
+        "libgomp1",
+        "libnuma1",
+    ),
     *("redis-server", "redis-tools"),
 )
 LEFT_OUT = {"debconf", "dpkg", "perl-base", "ucf", "init-system-helpers", "sysvinit-utils", "lsb-base", "tzdata"}
