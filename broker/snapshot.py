@@ -5,12 +5,23 @@ Invariant: every number in a Snapshot comes from that one answer, so all of them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from broker.types import EngineRecord, EngineState, LagCount, Snapshot, Tally, VersionRecord
+from broker.types import (
+    DeadLetter,
+    Detail,
+    EngineRecord,
+    EngineState,
+    Event,
+    LagCount,
+    Snapshot,
+    Tally,
+    VersionRecord,
+)
 
 STATES = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
 
@@ -55,10 +66,41 @@ def _fields(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
+def attributed(fields: Mapping[str, str]) -> dict[tuple[str, str, str], dict[int, LagCount]]:
+    """From g:<what>:<dimension>:<at>:<name> and t:<...> to (what, dimension, name) -> at -> LagCount, `at` rising."""
+    found: dict[tuple[str, str, str], dict[int, LagCount]] = {}
+    for key in sorted({key[2:] for key in fields}, key=lambda key: int(key.split(":")[2])):
+        what, dimension, at, name = key.split(":", 3)
+        count = LagCount(int(fields.get(f"g:{key}", 0)), int(fields.get(f"t:{key}", 0)))
+        found.setdefault((what, dimension, name), {})[int(at)] = count
+    return found
+
+
+def bucket_end_ms(bucket: int) -> int:
+    """Largest time in queue, in milliseconds, that falls into a bucket of wait_hist (common.lua)."""
+    return math.ceil(1000 * (2.0 ** ((bucket + 1) / 8) - 1)) - 1
+
+
+def detail(answer: Sequence[Any], policy: Mapping[str, str], now: int) -> Detail:
+    """answer: what follows `workers` in the answer of lua/snapshot.lua."""
+    by, waits, events, dead, marks = answer
+    p50, p95 = (now - int(marks[i]) if marks else 0 for i in range(2))
+    return Detail(
+        by=attributed(pairs(by)),
+        trained_wait_ms={bucket_end_ms(i): count.groups for i, count in histogram(pairs(waits)).items()},
+        waiting_p50_ms=p50,
+        waiting_p95_ms=p95,
+        events=tuple(msgspec.json.decode(text, type=Event) for text in events),
+        dead=tuple(msgspec.json.decode(text, type=DeadLetter, strict=False) for text in dead if text),
+        lag_changed_step=int(policy.get("lag_changed_step", -1)),
+        checkpoint_asked="checkpoint_asked" in policy,
+    )
+
+
 def parse(answer: Sequence[Any]) -> Snapshot:
     """answer: as the head of lua/snapshot.lua says."""
     now, oldest, dead = int(answer[0]), answer[1], int(answer[2])
-    policy, ledger, ready, lags, counters, engines, versions, workers = (pairs(flat) for flat in answer[3:])
+    policy, ledger, ready, lags, counters, engines, versions, workers = (pairs(flat) for flat in answer[3:11])
     groups = tally(ledger, "g")
     waits = int(ledger.get("waits", 0))
     totals = {name: float(value) for name, value in sorted(counters.items())}
@@ -92,4 +134,5 @@ def parse(answer: Sequence[Any]) -> Snapshot:
         counters=totals,
         metrics=msgspec.json.decode(policy.get("metrics", "{}")),
         dead_letters=dead,
+        detail=detail(answer[11:], policy, now) if len(answer) > 11 else None,
     )

@@ -320,13 +320,68 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
+class Steered:
+    """What became of an operator's command. reason: a stable word if it was refused, else "". time_ms, version: then.
+
+    Reasons: ended (the run is over), interval (below what the publish interval needs), changed (not the expected value
+    any more), not-running, no-trainer, nothing-new (no step since the last checkpoint), unsupported.
+    """
+
+    done: bool
+    reason: str
+    detail: str
+    time_ms: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the event log."""
+
+    time_ms: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A prompt that was given up."""
+
+    group_id: int
+    prompt_index: int
+    attempt: int
+    reason: str
+    worker: str
+    time_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """What only a page asks for. by: (waiting or trained, dimension, name) -> oldest version (waiting) or lag -> count.
+
+    trained_wait_ms: upper end of a bucket of the time in queue -> groups trained or filtered in the surviving history.
+    waiting_p50_ms, waiting_p95_ms: time in queue of what waits (nearest rank), 0 if nothing does. events, dead: newest
+    first. lag_changed_step: step at which max_lag was changed last, -1: never.
+    """
+
+    by: dict[tuple[str, str, str], dict[int, LagCount]]
+    trained_wait_ms: dict[int, int]
+    waiting_p50_ms: int
+    waiting_p95_ms: int
+    events: tuple[Event, ...]
+    dead: tuple[DeadLetter, ...]
+    lag_changed_step: int = -1
+    checkpoint_asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that a page shows together, read in one atomic script at server time `time_ms`.
 
     ready_by_version: oldest version -> what waits. trained_by_lag: lag -> what was trained in the surviving history.
     waiting_ms: time in queue of the groups that wait now (min, mean, max); trained_waiting_ms: of those trained so
     far (mean). counters: running totals by name (docs/how-the-guarantees-work.md lists them). metrics: the trainer's
-    last step record.
+    last step record. detail: only if it was asked for.
     """
 
     time_ms: int
@@ -357,3 +412,4 @@ class Snapshot:
     counters: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, object] = field(default_factory=dict)
     dead_letters: int = 0
+    detail: Detail | None = None
