@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from broker.commands import Argument, Command, pack
 from broker.errors import BrokerError, BrokerUnavailable
-from broker.scripts import script
+from broker.scripts import digest, script
 
 T = TypeVar("T")
+READ_BYTES = 1 << 20  # of one recv: a payload of megabytes in a few system calls
 _LATER = (
     redis.exceptions.ConnectionError,
     redis.exceptions.TimeoutError,
     redis.exceptions.ReadOnlyError,
     redis.exceptions.TryAgainError,
+    redis.exceptions.MasterDownError,
 )
 
 
@@ -44,22 +47,72 @@ class Connection:
                 socket_connect_timeout=timeout_s,
                 retry=Retry(NoBackoff(), 0),
                 retry_on_error=[],
+                socket_read_size=READ_BYTES,
             )
         except ValueError as error:
             raise BrokerUnavailable(f"redis.url {url!r} cannot be used: {error}") from error
-        self._scripts: dict[str, Any] = {}
 
     def close(self) -> None:
         """Close all sockets."""
         self.client.close()
 
-    def call(self, name: str, keys: Sequence[str], arguments: Sequence[str | int | float | bytes]) -> list[Any]:
+    def call(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Any]:
         """Run the transition `name`; answers are ints, str, None and lists of them."""
-        found = self._scripts.get(name)
-        if found is None:
-            found = self._scripts[name] = self.client.register_script(script(name))
-        answer = self.attempt(lambda: found(keys=keys, args=arguments))
-        return [_text(item) for item in answer]
+        return cast(list[Any], self.calls([], [(name, keys, arguments)])[0])
+
+    def calls(
+        self, before: Sequence[Command], transitions: Sequence[tuple[str, Sequence[str], Sequence[Argument]]]
+    ) -> list[Any]:
+        """Plain commands, then transitions, in one round trip; answers of the transitions. An error of any is raised.
+
+        Each is atomic, all together they are not. Errors as of `attempt`.
+        """
+        commands: list[Command] = [*before]
+        for name, keys, arguments in transitions:
+            commands.append(("EVALSHA", digest(name), len(keys), *keys, *arguments))
+
+        def once() -> list[Any]:
+            answers = self._exchange(commands)
+            if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
+                self._exchange([("SCRIPT", "LOAD", script(name)) for name in {name for name, _, _ in transitions}])
+                answers = self._exchange(commands)
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            return answers[len(before) :]
+
+        return [_text(answer) for answer in self.attempt(once)]
+
+    def commands(self, commands: Sequence[Command]) -> list[Any]:
+        """Plain commands in one round trip, bytes as they come; an error is raised as of `attempt`."""
+
+        def once() -> list[Any]:
+            answers = self._exchange(commands)
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            return answers
+
+        return self.attempt(once)
+
+    def _exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """Answers in order, an error of the server among them as an exception that is not raised."""
+        pool = self.client.connection_pool
+        connection: Any = pool.get_connection()
+        answers: list[Any] = []
+        try:
+            connection.send_packed_command(pack(commands))
+            for _ in commands:
+                try:
+                    answers.append(connection.read_response())
+                except redis.exceptions.ResponseError as error:
+                    answers.append(error)
+        except BaseException:
+            connection.disconnect()  # unread answers must not meet another command
+            raise
+        finally:
+            pool.release(connection)
+        return answers
 
     def attempt(self, action: Callable[[], T], *, tries_for_s: float | None = None) -> T:
         """Do `action`, again while the server is away, for `tries_for_s` (default: timeout_s) seconds."""

@@ -30,6 +30,10 @@ class Keys:
         """The key `name` of this run."""
         return self.prefix + name
 
+    def group(self, group_id: int | str) -> str:
+        """Record of a group that is not closed."""
+        return self.named(f"group:{group_id}")
+
     def payload(self, group_id: int) -> str:
         """Bytes of an accepted group."""
         return self.named(f"payload:{group_id}")

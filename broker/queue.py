@@ -9,26 +9,31 @@ Synchronous and thread-safe; async callers use asyncio.to_thread. Any method may
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import msgspec
 
 from broker import snapshot as view
 from broker import wire
+from broker.changes import Changes
 from broker.connection import Connection, OutOfMemory
 from broker.errors import CorruptPayload, Fenced, NotInitialised, NotLeased, SchemaMismatch, VersionMismatch, WrongRun
 from broker.keys import Keys
-from broker.store import PayloadStore, RedisPayloadStore
+from broker.memory import keep_large_buffers
+from broker.store import PayloadStore, RedisPayloadStore, Staged, max_bytes, store_of_run, submission
 from broker.types import (
     Delivery,
     EngineRecord,
     EngineState,
     Group,
+    GroupRecord,
+    ListedState,
     Outcome,
     PromptCursor,
     Refused,
     Snapshot,
+    Steered,
     Ticket,
     TrainerState,
     VersionRecord,
@@ -37,8 +42,8 @@ from broker.types import (
 from configs.schema import RunConfig
 
 SCHEMA = "1"
-PAYLOAD_SHARE = 0.6  # of Redis' memory limit: a payload costs up to 1.24 times its bytes, and staging needs room
 SubmitResult = Literal["accepted"]
+Command = Literal["lag", "pause", "resume", "drain", "checkpoint", "evaluate"]
 
 
 class Broker:
@@ -48,11 +53,13 @@ class Broker:
         self.run_id = run_id
         self._connection = connection
         self._keys = Keys(run_id)
-        self._store: PayloadStore = store or RedisPayloadStore(connection, self._keys)
+        self._chosen = store
+        self._codec: wire.Codec = "raw"
 
     @classmethod
     def connect(cls, url: str, run_id: str, *, password: str | None = None, timeout_s: float = 10.0) -> Broker:
         """Open a handle and see that the server answers; raises BrokerUnavailable after `timeout_s` seconds."""
+        keep_large_buffers()
         connection = Connection(url, password=password, timeout_s=timeout_s)
         connection.attempt(connection.client.ping)
         return cls(connection, run_id)
@@ -79,7 +86,10 @@ class Broker:
             "lease_ms": max(1, int(config.rollout.lease_s * 1000)),
             "trainer_lease_ms": max(1, int(config.trainer.lease_s * 1000)),
             "retention": config.trainer.retention,
-            "max_bytes": int(config.redis.max_memory_mb * 2**20 * PAYLOAD_SHARE),
+            "max_bytes": max_bytes(config.redis),
+            "payloads": config.redis.payloads,
+            "payload_folder": str(config.redis.payload_folder or ""),
+            "compression": config.redis.compression,
         }
         flat = [item for pair in settings.items() for item in pair]
         answer = self._connection.call("initialise", [self._keys.policy], [SCHEMA, self.run_id, *flat])
@@ -103,44 +113,72 @@ class Broker:
             raise ValueError(f"max_lag is {max_lag}, expected 0 or more")
         self._call("set_policy", "max_lag", max_lag)
 
+    def steer(self, command: Command, value: int = 0, *, why: str = "", expected: int | None = None) -> Steered:
+        """An operator's command, recorded in the event log with `why` whether it is done or refused.
+
+        lag: set max_lag to `value` (only if it is `expected` now, if given). pause, resume: admission; resume also ends
+        a drain. drain: start nothing more, train what is in flight. checkpoint: the trainer saves after its step.
+        """
+        answer = self._call("steer", command, value, why, "" if expected is None else expected)
+        refused = answer[0] == "refused"
+        reason, detail = (answer[3], answer[4]) if refused else ("", answer[3])
+        return Steered(not refused, reason, detail, int(answer[1]), int(answer[2]))
+
     # --- rollout worker -----------------------------------------------------------------------------------------------
 
     def admit(self, worker: str, engine_id: str) -> Ticket | Refused:
         """Ask for a group to generate on an engine. Renew its lease, then submit, fail or release it."""
+        answer = self.admit_many(worker, engine_id, 1)
+        return answer if isinstance(answer, Refused) else answer[0]
+
+    def admit_many(self, worker: str, engine_id: str, groups: int) -> tuple[Ticket, ...] | Refused:
+        """Ask for up to `groups` groups at once; at least one, or Refused."""
         try:
-            answer = self._call("admit", worker, engine_id)
+            answer = self._call("admit", worker, engine_id, groups)
         except OutOfMemory as error:
             return Refused("memory", str(error))
-        return Ticket(*map(int, answer[1:])) if answer[0] == "ticket" else Refused(answer[1], answer[2])
+        if answer[0] == "refused":
+            return Refused(answer[1], answer[2])
+        return tuple(Ticket(*map(int, item)) for item in answer[1:])
 
     def submit(self, group: Group, *, stats: Mapping[str, float] | None = None) -> SubmitResult | Refused:
         """Hand a finished group in. stats: added to the counters of the same names. Refused("memory"): try again later.
 
         Raises InvalidTrajectory, or WrongRun for a group of another run.
         """
-        check_group(group)
-        if group.run != self.run_id:
-            raise WrongRun(f"group {group.group_id} belongs to run {group.run!r}, this broker serves {self.run_id!r}")
-        data = wire.encode(group)
-        oldest = group.oldest_version
-        arguments: list[str | int | float] = [
-            group.group_id,
-            group.worker,
-            len(data),
-            wire.checksum(data),
-            "" if oldest is None else oldest,
-            group.response_tokens,
-            sum(t.tokens for t in group.trajectories),
-            len(group.trajectories),
-        ]
-        for name, value in (stats or {}).items():
-            arguments += [name, float(value)]
+        return self.submit_many([group], stats=stats)[0]
+
+    def submit_many(
+        self, groups: Sequence[Group], *, stats: Mapping[str, float] | None = None
+    ) -> tuple[SubmitResult | Refused, ...]:
+        """Hand several groups in, in one round trip; an answer for each. stats: counted once if any of them is new."""
+        for group in groups:
+            check_group(group)
+            if group.run != self.run_id:
+                raise WrongRun(
+                    f"group {group.group_id} belongs to run {group.run!r}, this broker serves {self.run_id!r}"
+                )
+        if not groups:
+            return ()
+        store = self._store()
+        arguments: list[str | int | float] = [len(groups)]
+        staged: list[Staged] = []
         try:
-            staged = self._store.stage(group.group_id, data)
-            answer = self._call("submit", *arguments, key=staged)
+            for group in groups:
+                staged.append(store.stage(group.group_id, wire.pieces(group, self._codec)))
+                arguments += submission(group, staged[-1])
+            for name, value in (stats or {}).items():
+                arguments += [name, float(value)]
+            keys = [self._keys.policy, *(s.key for s in staged if s.key)]
+            before = [command for s in staged for command in s.commands]
+            answer = self._initialised(self._connection.calls(before, [("submit", keys, arguments)])[0])
         except OutOfMemory as error:
-            return Refused("memory", str(error))
-        return "accepted" if answer[0] == "accepted" else Refused(answer[1], answer[2])
+            return (Refused("memory", str(error)),) * len(groups)
+        results: list[SubmitResult | Refused] = []
+        for one, of in zip(answer, staged, strict=True):
+            results.append("accepted" if one[0] == "accepted" else Refused(one[1], one[2]))
+            store.settle(of, one[0] == "accepted")
+        return tuple(results)
 
     def fail(self, group_id: int, worker: str, reason: str, tokens: int = 0, final: bool = False) -> bool:
         """Give a group up; its prompt is issued again while tries are left, unless final. False if it was not held.
@@ -186,6 +224,7 @@ class Broker:
             *consumed,
             *opened,
         )
+        self.collect_payloads(sweep=True)
         return TrainerState(*map(int, answer))
 
     def pull(self, epoch: int, version: int, groups: int) -> tuple[Delivery, ...] | Refused:
@@ -196,13 +235,25 @@ class Broker:
         return tuple(Delivery(*map(int, item)) for item in answer[1:])
 
     def fetch(self, group_ids: Sequence[int]) -> list[Group]:
-        """Payloads of accepted groups, arrays read-only. Raises CorruptPayload for the first that cannot be read."""
-        groups = []
-        for group_id, data in zip(group_ids, self._store.fetch(group_ids), strict=True):
+        """Payloads of accepted groups, arrays read-only. Raises CorruptPayload for the first that cannot be read.
+
+        Any process of the run may fetch: each data-parallel rank its own share of the batch that rank 0 pulled.
+        """
+        found = self.fetch_bytes(group_ids)
+        return [wire.decode(data, self.run_id, i) for i, data in zip(group_ids, found, strict=True)]
+
+    def fetch_bytes(self, group_ids: Sequence[int]) -> list[bytes | memoryview]:
+        """The same as they are stored (broker/wire.py)."""
+        found = self._store().fetch(group_ids)
+        for group_id, data in zip(group_ids, found, strict=True):
             if data is None:
                 raise CorruptPayload(group_id, "missing")
-            groups.append(wire.decode(data, self.run_id, group_id))
-        return groups
+        return [data for data in found if data is not None]
+
+    def collect_payloads(self, *, sweep: bool = False) -> int:
+        """Delete files of closed groups from a payload folder, with `sweep` also those that crashes left; how many."""
+        store = self._store()
+        return store.collect() + (store.sweep() if sweep else 0)
 
     def reject(self, epoch: int, group_id: int, reason: str) -> bool:
         """A leased group cannot be used: it fails for good and becomes a dead letter. False if it was not leased."""
@@ -226,11 +277,14 @@ class Broker:
         answer = self._trainer("step", epoch, version, record, len(outcomes), *flat, *lags, asked=version)
         if answer[0] == "not-leased":
             raise NotLeased(int(answer[1]))
+        self.collect_payloads()
         return PromptCursor(int(answer[1]), tuple(map(int, answer[2:])))
 
     def commit(self, epoch: int, step: int) -> int:
         """The checkpoint of `step` is on disk: its groups are durable, their payloads go. Returns how many."""
-        return int(self._trainer("commit", epoch, step, asked=step)[1])
+        committed = int(self._trainer("commit", epoch, step, asked=step)[1])
+        self.collect_payloads()
+        return committed
 
     def name_version(self, epoch: int) -> int:
         """A new version that is not a step, above all others: for the weights of a restored checkpoint."""
@@ -239,6 +293,12 @@ class Broker:
     def publish(self, epoch: int, record: VersionRecord) -> None:
         """Announce a version whose weights are complete in the store; versions only grow, up to the newest named."""
         self._trainer("publish", epoch, record.version, view.version_json(record), asked=record.version)
+
+    def checkpoint_asked(self) -> bool:
+        """Whether an operator asked for a checkpoint that no commit has answered yet."""
+        client = self._connection.client
+        found: Any = self._connection.attempt(lambda: client.hexists(self._keys.policy, "checkpoint_asked"))
+        return bool(found)
 
     def renew_trainer(self, epoch: int) -> None:
         """Show that the trainer lives."""
@@ -258,6 +318,10 @@ class Broker:
         """Write an engine's record if it is registered and in `expected_state` (None: any); whether it was written."""
         expected = expected_state.value if expected_state else ""
         return bool(self._call("engine", record.engine_id, view.engine_json(record), expected, "update")[0])
+
+    def heartbeat_engine(self, engine_id: str) -> bool:
+        """Stamp heartbeat_ms of a registered engine and change nothing else; False if it is not registered."""
+        return bool(self._call("engine", engine_id, "", "", "heartbeat")[0])
 
     def remove_engine(self, engine_id: str) -> None:
         """Forget an engine."""
@@ -281,11 +345,25 @@ class Broker:
         """A version's files are gone."""
         self._hash("versions", "hdel", str(version))
 
+    def hold(self, role: str, holder: str, seconds: float) -> str:
+        """Have a role of the run for `seconds`, again to renew, 0 to give it up; whose it is now, "" if nobody's.
+
+        holder: unique to the process. Whoever did not renew in time finds the name of another here, or its own.
+        """
+        answer = self._call("hold", role, holder, int(seconds * 1000))
+        if answer[0] == "other":
+            return str(answer[1])
+        return holder if seconds else ""
+
+    def listen(self, heard: Callable[[str], None]) -> Changes:
+        """Call `heard`, in another thread, when a version is published or an engine changes; see broker/changes.py."""
+        return Changes(self._connection, self._keys.named("changes"), heard)
+
     # --- watching -----------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
-        """Everything at one instant."""
-        return view.parse(self._call("snapshot"))
+    def snapshot(self, detail: int = 0) -> Snapshot:
+        """Everything at one instant. detail: that many events and dead letters, and who caused which lag; 0: none."""
+        return view.parse(self._call("snapshot", detail))
 
     def dead_letters(self) -> list[dict[str, Any]]:
         """Prompts that were given up, newest last: group_id, prompt_index, attempt, reason, worker, time_ms."""
@@ -295,6 +373,15 @@ class Broker:
     def requeue(self, prompt_index: int) -> bool:
         """Issue the prompt of a dead letter again, with all its tries. False if it is none."""
         return bool(self._call("requeue", prompt_index)[0])
+
+    def groups(self, state: ListedState, limit: int = 100) -> list[GroupRecord]:
+        """Groups that are not closed, the first to be used or lost first. `trained`: not yet durable, with filtered."""
+        return [view.group_record(item) for item in self._call("groups", state, limit)]
+
+    def group(self, group_id: int) -> GroupRecord | None:
+        """One group, None if it is closed (or never was)."""
+        found = self._call("groups", "id", group_id)
+        return view.group_record(found[0]) if found else None
 
     def events(self, limit: int = 100) -> list[dict[str, Any]]:
         """The newest events first: time_ms, kind, text. The last 1000 are kept."""
@@ -311,15 +398,25 @@ class Broker:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, *arguments: str | int | float | bytes, key: str | None = None) -> list[Any]:
-        keys = [self._keys.policy] if key is None else [self._keys.policy, key]
-        answer = self._connection.call(name, keys, arguments)
+    def _call(self, name: str, *arguments: str | int | float | bytes) -> list[Any]:
+        return self._initialised(self._connection.call(name, [self._keys.policy], arguments))
+
+    def _initialised(self, answer: list[Any]) -> list[Any]:
         if answer and answer[0] == "uninitialised":
             raise NotInitialised(
                 f"run {self.run_id!r} is not in Redis at {self._connection.url}. If the server lost its data, restart "
                 "the trainer from its checkpoint; else check run.id."
             )
         return answer
+
+    def _store(self) -> PayloadStore:
+        """The place that the run's policy names: all processes of a run agree without being told."""
+        if self._chosen is None:
+            store, codec = store_of_run(self._connection, self._keys)
+            if store is None:
+                return RedisPayloadStore(self._connection, self._keys)  # not initialised, as the transition will say
+            self._chosen, self._codec = store, codec
+        return self._chosen
 
     def _trainer(self, name: str, epoch: int, *arguments: str | int | float | bytes, asked: int = 0) -> list[Any]:
         answer = self._call(name, epoch, *arguments)

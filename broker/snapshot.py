@@ -17,6 +17,8 @@ from broker.types import (
     EngineRecord,
     EngineState,
     Event,
+    GroupRecord,
+    GroupState,
     LagCount,
     Snapshot,
     Tally,
@@ -94,6 +96,31 @@ def detail(answer: Sequence[Any], policy: Mapping[str, str], now: int) -> Detail
         dead=tuple(msgspec.json.decode(text, type=DeadLetter, strict=False) for text in dead if text),
         lag_changed_step=int(policy.get("lag_changed_step", -1)),
         checkpoint_asked="checkpoint_asked" in policy,
+    )
+
+
+def group_record(item: Sequence[Any]) -> GroupRecord:
+    """item: a group's id, then its record as name, value pairs (lua/groups.lua)."""
+    r = pairs(item[1:])
+    return GroupRecord(
+        group_id=int(item[0]),
+        state=GroupState(r["state"]),
+        prompt_index=int(r["prompt"]),
+        attempt=int(r["attempt"]),
+        worker=r["worker"],
+        engine=r["engine"],
+        admitted_version=int(r["version"]),
+        issued_ms=int(r["issued"]),
+        oldest_version=int(r.get("oldest", -1)),
+        samples=int(r.get("samples", 0)),
+        response_tokens=int(r.get("tokens", 0)),
+        total_tokens=int(r.get("total", 0)),
+        payload_bytes=int(r.get("bytes", 0)),
+        submitted_ms=int(r.get("submitted", 0)),
+        pulled_ms=int(r.get("pulled", 0)),
+        step=int(r.get("step", 0)),
+        trained_at=int(r.get("trained_at", -1)),
+        blob=r.get("blob", ""),
     )
 
 

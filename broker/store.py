@@ -1,29 +1,68 @@
-"""Where payloads lie: a port, and its implementation by Redis keys.
+"""Where payloads lie: a port, and two places: Redis keys, or files in a folder that all hosts of the run share.
 
-Invariant: bytes become visible under a group's id only through the submit transition; bytes that were staged for a
-submission that never came disappear by themselves.
+Invariant: bytes become visible under a group's id only through the submit transition, which records where they are;
+what was staged for a submission that never came disappears (Redis: it expires; folder: `sweep`). The transitions free
+a payload: a key at once, a file by its name on the list `freed`, from which any client deletes it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import mmap
+import os
+import time
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from broker.connection import Connection
+from broker import wire
+from broker.commands import Buffer, Command, Payload
+from broker.connection import Connection, OutOfMemory
+from broker.errors import BrokerError
 from broker.keys import Keys
+from broker.types import Group
+from configs.schema import RedisSection
 
 STAGED_MS = 600_000
+PAYLOAD_SHARE = 0.6  # of Redis' memory limit: a payload costs up to 1.24 times its bytes, and staging needs room
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_PIECES = 1000  # of one writev; the limit of Linux is 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A payload on its way in: `commands` to send before the submit transition, and its `key` or its `file`."""
+
+    payload: Payload
+    commands: tuple[Command, ...] = ()
+    key: str = ""
+    file: str = ""
 
 
 class PayloadStore(Protocol):
-    """Payloads by group id. The transitions of broker/lua move and free them where they are Redis keys."""
+    """Payloads by group id."""
 
-    def stage(self, group_id: int, data: bytes) -> str:
-        """Store bytes aside; returns the name to hand to the submit transition. OutOfMemory if there is no room."""
+    def stage(self, group_id: int, payload: Payload) -> Staged:
+        """Lay bytes aside. OutOfMemory if there is no room."""
         ...
 
-    def fetch(self, group_ids: Sequence[int]) -> list[bytes | None]:
+    def settle(self, staged: Staged, accepted: bool) -> None:
+        """The answer of the submit transition is known."""
+        ...
+
+    def fetch(self, group_ids: Sequence[int]) -> list[bytes | memoryview | None]:
         """Bytes of accepted groups, None where there are none."""
+        ...
+
+    def collect(self) -> int:
+        """Delete what transitions have freed; how many."""
+        ...
+
+    def sweep(self) -> int:
+        """Delete what crashed clients left behind; how many."""
         ...
 
 
@@ -34,16 +73,166 @@ class RedisPayloadStore:
         self._connection = connection
         self._keys = keys
 
-    def stage(self, group_id: int, data: bytes) -> str:
+    def stage(self, group_id: int, payload: Payload) -> Staged:
         """See PayloadStore; a staged payload expires after ten minutes."""
         name = self._keys.staged(group_id)
-        self._connection.attempt(lambda: self._connection.client.set(name, data, px=STAGED_MS))
-        return name
+        return Staged(payload, (("SET", name, payload, "PX", STAGED_MS),), key=name)
 
-    def fetch(self, group_ids: Sequence[int]) -> list[bytes | None]:
+    def settle(self, staged: Staged, accepted: bool) -> None:
+        """Nothing: the transition moved or freed the key."""
+
+    def fetch(self, group_ids: Sequence[int]) -> list[bytes | memoryview | None]:
         """See PayloadStore."""
         if not group_ids:
             return []
-        names = [self._keys.payload(group_id) for group_id in group_ids]
-        found: Any = self._connection.attempt(lambda: self._connection.client.mget(names))
-        return list(found)
+        found = self._connection.commands([("MGET", *map(self._keys.payload, group_ids))])
+        return list(found[0])
+
+    def collect(self) -> int:
+        """Nothing: the transitions free keys themselves."""
+        return 0
+
+    def sweep(self) -> int:
+        """Nothing: staged keys expire."""
+        return 0
+
+
+class FolderPayloadStore:
+    """One file for each payload under `folder`: written aside, synced, renamed; read by mapping it.
+
+    A file's name holds the group's id and its checksum, so no two contents share a name. The folder is one that all
+    hosts see under the same path; on one host it may lie in memory (/dev/shm).
+    """
+
+    def __init__(self, connection: Connection, keys: Keys, folder: Path) -> None:
+        self._connection = connection
+        self._keys = keys
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BrokerError(
+                f"redis.payload_folder: {folder} cannot be made ({error.strerror}). Name a folder that every host "
+                "of the run can write."
+            ) from error
+
+    def stage(self, group_id: int, payload: Payload) -> Staged:
+        """See PayloadStore."""
+        name = f"{group_id}-{payload.checksum}"
+        self._write(name, payload)
+        return Staged(payload, file=name)
+
+    def settle(self, staged: Staged, accepted: bool) -> None:
+        """A refused file goes; an accepted one that a sweep took meanwhile is written again."""
+        path = self.folder / staged.file
+        if not accepted:
+            path.unlink(missing_ok=True)
+        elif not path.exists():
+            self._write(staged.file, staged.payload)
+
+    def fetch(self, group_ids: Sequence[int]) -> list[bytes | memoryview | None]:
+        """See PayloadStore; the bytes are the file's pages, mapped."""
+        names = (
+            self._connection.commands([("HGET", self._keys.group(i), "blob") for i in group_ids]) if group_ids else []
+        )
+        return [None if name is None else self._map(name.decode()) for name in names]
+
+    def collect(self) -> int:
+        """See PayloadStore."""
+        names: list[bytes] | None = self._connection.commands([("LPOP", self._keys.named("freed"), 1000)])[0]
+        for name in names or ():
+            (self.folder / name.decode()).unlink(missing_ok=True)
+        return len(names or ())
+
+    def sweep(self) -> int:
+        """Files older than ten minutes that no group's record names."""
+        before, old = time.time() - STAGED_MS / 1000, []
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.stat().st_mtime < before:
+                    old.append(entry.name)
+        known = (
+            self._connection.commands([("HGET", self._keys.group(_id_of(name)), "blob") for name in old]) if old else []
+        )
+        gone = [name for name, blob in zip(old, known, strict=True) if blob is None or blob.decode() != name]
+        for name in gone:
+            (self.folder / name).unlink(missing_ok=True)
+        return len(gone)
+
+    def _write(self, name: str, payload: Payload) -> None:
+        aside = self.folder / f".{name}.{uuid.uuid4().hex[:8]}"
+        try:
+            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+            try:
+                _write_all(descriptor, payload.parts)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            aside.rename(self.folder / name)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            if error.errno in _FULL:
+                raise OutOfMemory(f"redis.payload_folder: {self.folder} is full") from error
+            raise BrokerError(f"redis.payload_folder: {self.folder} cannot be written ({error.strerror}).") from error
+
+    def _map(self, name: str) -> memoryview | None:
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            populate = getattr(mmap, "MAP_POPULATE", 0)
+            return memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ))
+        except ValueError:  # an empty file
+            return memoryview(b"")
+        finally:
+            os.close(descriptor)
+
+
+def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
+    left: list[Any] = [memoryview(part) for part in parts]
+    while left:
+        done = os.writev(descriptor, left[:_PIECES])
+        while left and done >= len(left[0]):
+            done -= len(left.pop(0))
+        if left and done:
+            left[0] = left[0][done:]
+
+
+def _id_of(name: str) -> str:
+    return name.lstrip(".").split("-")[0]
+
+
+def store_of_run(connection: Connection, keys: Keys) -> tuple[PayloadStore | None, wire.Codec]:
+    """The place and the codec that the run's policy names; None if there is no policy."""
+    names = ("payloads", "payload_folder", "compression")
+    asked = connection.commands([("HMGET", keys.policy, *names)])[0]
+    payloads, folder, compression = ("" if value is None else value.decode() for value in asked)
+    codec: wire.Codec = "zstd" if compression == "zstd" else "raw"
+    if payloads == "folder":
+        return FolderPayloadStore(connection, keys, Path(folder) / keys.run), codec
+    return (RedisPayloadStore(connection, keys) if payloads else None), codec
+
+
+def max_bytes(redis: RedisSection) -> int:
+    """Bytes that payloads may take: of the folder its limit, of Redis 60 % of its memory."""
+    if redis.payloads == "folder" and redis.payload_limit_mb is not None:
+        return redis.payload_limit_mb * 2**20
+    return int(redis.max_memory_mb * 2**20 * PAYLOAD_SHARE)
+
+
+def submission(group: Group, staged: Staged) -> list[str | int]:
+    """What lua/submit.lua wants to know of one group."""
+    oldest = group.oldest_version
+    return [
+        group.group_id,
+        group.worker,
+        staged.payload.size,
+        staged.payload.checksum,
+        "" if oldest is None else oldest,
+        group.response_tokens,
+        sum(t.tokens for t in group.trajectories),
+        len(group.trajectories),
+        staged.file,
+        group.task,
+    ]

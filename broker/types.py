@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -284,6 +285,35 @@ class VersionRecord:
     path: str
     checksum: str
     published_ms: int = 0
+
+
+ListedState = Literal["generating", "ready", "leased", "trained"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """The record of a group that is not closed, as `lagrange groups` shows it. Times in ms of the server's clock; -1 or
+    0 where it did not get there yet. admitted_version: of its engine at admission. blob: its file in a payload folder.
+    """
+
+    group_id: int
+    state: GroupState
+    prompt_index: int
+    attempt: int
+    worker: str
+    engine: str
+    admitted_version: int
+    issued_ms: int
+    oldest_version: int = -1
+    samples: int = 0
+    response_tokens: int = 0
+    total_tokens: int = 0
+    payload_bytes: int = 0
+    submitted_ms: int = 0
+    pulled_ms: int = 0
+    step: int = 0
+    trained_at: int = -1
+    blob: str = ""
 
 
 @dataclass(frozen=True, slots=True)

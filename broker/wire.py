@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from broker.commands import Payload
 from broker.errors import CorruptPayload, SchemaMismatch, WrongRun
 from broker.types import BoolArray, Float32Array, Group, Int32Array, RouteArray, Trajectory, VersionRun
 
@@ -29,6 +30,7 @@ _CODECS: dict[Codec, int] = {"raw": 0, "zstd": 1}
 _HEAD = struct.Struct("<4sHBBIQ")
 _DIGEST = struct.Struct("<Q")
 _ALIGN = 16
+SMALL = 64 * 1024  # bytes below which one copy is cheaper than many pieces
 _FIXED = _HEAD.size + _DIGEST.size  # 28 bytes; the header follows
 _DTYPES = {
     "i4": np.dtype("<i4"),
@@ -77,6 +79,11 @@ class GroupInfo(msgspec.Struct, array_like=True, frozen=True):
 
 def encode(group: Group, codec: Codec = "raw") -> bytes:
     """Bytes of a group (one copy of its arrays)."""
+    return pieces(group, codec).joined()
+
+
+def pieces(group: Group, codec: Codec = "raw") -> Payload:
+    """The same bytes, as views of the group's arrays: keep the group unchanged until they are sent."""
     parts: list[Any] = []
     at = 0
 
@@ -87,7 +94,8 @@ def encode(group: Group, codec: Codec = "raw") -> bytes:
         if little.nbytes:
             parts.append(little.data.cast("B"))
         padding = -little.nbytes % _ALIGN
-        parts.append(bytes(padding))
+        if padding:
+            parts.append(bytes(padding))
         at += little.nbytes + padding
         return info
 
@@ -120,10 +128,14 @@ def encode(group: Group, codec: Codec = "raw") -> bytes:
         parts = [_zstd().ZstdCompressor(level=1).compress(b"".join(parts))]
     head = _HEAD.pack(MAGIC, SCHEMA_VERSION, _CODECS[codec], 0, len(header), sum(len(part) for part in parts))
     parts = [header, bytes(-(_FIXED + len(header)) % _ALIGN), *parts]
+    size = sum(len(part) for part in parts) + len(head) + _DIGEST.size
+    if size < SMALL:
+        parts = [b"".join(parts)]
     digest = xxhash.xxh3_64(head)
     for part in parts:
         digest.update(part)
-    return b"".join([head, _DIGEST.pack(digest.intdigest()), *parts])
+    total = digest.intdigest()
+    return Payload((head + _DIGEST.pack(total), *parts), size, f"{total:016x}")
 
 
 def checksum(data: bytes) -> str:
@@ -131,7 +143,7 @@ def checksum(data: bytes) -> str:
     return f"{_DIGEST.unpack_from(data, _HEAD.size)[0]:016x}"
 
 
-def decode(data: bytes, run: str, group_id: int = -1) -> Group:
+def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
     """The group in `data`; its arrays are read-only views of it.
 
     run: the run that must have written it. group_id: for error messages, and checked unless negative.

@@ -55,6 +55,27 @@ class RedisSection(Section):
     max_memory_mb: Positive = Field(
         1024, description="Memory limit of the embedded server, in MiB (policy noeviction)."
     )
+    payloads: Literal["redis", "folder"] = Field(
+        "redis", description="Where trajectories lie: in Redis, or as files in payload_folder."
+    )
+    payload_folder: Path | None = Field(
+        None, description="Folder that every host of the run sees under this path; /dev/shm/... on one host."
+    )
+    payload_limit_mb: Positive | None = Field(
+        None, description="Most that trajectories may take in payload_folder, in MiB; null: 60 % of max_memory_mb."
+    )
+    compression: Literal["none", "zstd"] = Field(
+        "none", description="Compress trajectories: fewer bytes for more CPU time (docs/queue.md)."
+    )
+
+    @model_validator(mode="after")
+    def _folder_is_named(self) -> RedisSection:
+        if self.payloads == "folder" and (self.payload_folder is None or not self.payload_folder.is_absolute()):
+            raise ValueError(
+                "redis.payloads is folder, but redis.payload_folder is not an absolute path. Name a folder that all "
+                "hosts share, or one in /dev/shm on a single host."
+            )
+        return self
 
 
 class LagSection(Section):
@@ -67,6 +88,33 @@ class LagSection(Section):
         120.0,
         description="Longest time, in seconds, that the trainer holds a step for groups that would go stale by it.",
     )
+    adaptive: AdaptiveLagSection | None = Field(
+        None, description="Moves the bound between two limits while the run goes on; null: it stays."
+    )
+
+
+class AdaptiveLagSection(Section):
+    """A controller that moves lag.max while the run goes on (docs/steer-a-run.md); the monitor runs it."""
+
+    min: int = Field(1, ge=0, le=1024, description="Smallest bound that it sets, in versions.")
+    max: int = Field(8, ge=0, le=1024, description="Largest bound that it sets, in versions.")
+    figure: Literal["log_ratio_abs_mean", "gate_rate", "ess"] = Field(
+        "log_ratio_abs_mean", description="What it holds inside a budget: a figure of the trainer's step records."
+    )
+    budget: float = Field(
+        0.1, gt=0, lt=1, description="Limit of the figure: an upper one, for ess (a share) a lower one."
+    )
+    hysteresis: float = Field(
+        0.3, gt=0, lt=1, description="Share of the budget below its edge within which nothing is changed."
+    )
+    stale_budget: float = Field(
+        0.02, gt=0, lt=1, description="Share of the tokens that may go stale before the bound is raised."
+    )
+    wait_budget: float = Field(
+        0.1, gt=0, lt=1, description="Share of its time that the trainer may wait before the bound is raised."
+    )
+    window_steps: Positive = Field(20, description="Steps that are looked at; as many pass between two changes.")
+    interval_s: Seconds = Field(5.0, description="Time between two looks, in seconds.")
 
 
 class TinyModel(Section):
@@ -122,6 +170,14 @@ class RolloutSection(Section):
     )
     max_new_tokens: Positive = Field(..., description="Longest response, in tokens.")
     generation_timeout_s: Seconds = Field(60.0, description="Longest wait for one answer of an engine, in seconds.")
+    interrupted: Literal["continue", "restart", "drop"] = Field(
+        "continue",
+        description="What becomes of a sample that an update interrupted: it goes on where it was, is drawn again, or "
+        "is left out of its group.",
+    )
+    max_versions: Positive = Field(
+        16, description="Most versions that one sample may span; one that would need more is drawn again."
+    )
     generation_tries: Positive = Field(4, description="Tries for one sample before it is given up.")
     min_samples: Positive = Field(2, description="A group that ends with fewer samples than this fails.")
     group_tries: Positive = Field(
@@ -229,6 +285,9 @@ class LossSection(Section):
         default_factory=dict, description="Further parameters of the loss, by the names in docs/losses.md."
     )
     entropy_coefficient: float = Field(0.0, ge=0, description="Weight of an entropy bonus.")
+    reference_kl: float = Field(
+        0.0, ge=0, description="Weight of a KL penalty towards the weights of model.path; costs one more forward pass."
+    )
     sat: SatSection = Field(default_factory=SatSection, description="Used by the sat-* losses.")
 
 
@@ -241,6 +300,11 @@ class OptimizerSection(Section):
     )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up.")
     min_learning_rate: float = Field(0.0, ge=0, description="End of the cosine schedule.")
+    staleness: Literal["none", "lag", "ess"] = Field(
+        "none",
+        description="Scale each step's learning rate by 1 / max(1, mean lag of its tokens), by the effective sample "
+        "size of its ratios as a share of its tokens, or not at all.",
+    )
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     beta1: float = Field(0.9, gt=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.95, gt=0, lt=1, description="Decay of the second moment.")
@@ -253,6 +317,14 @@ class CheckpointSection(Section):
 
     interval_steps: Positive = Field(20, description="Optimizer steps between two checkpoints.")
     keep: Positive = Field(2, description="Checkpoints kept on disk.")
+
+
+class RaySection(Section):
+    """Used by trainer.launcher: ray (docs/trainer.md)."""
+
+    address: str | None = Field(None, description="Address of the cluster, or auto; null: a local one is started.")
+    restarts: int = Field(3, ge=0, description="Times that the ranks are started again after one was lost.")
+    start_timeout_s: Seconds = Field(300.0, description="Longest wait for room on the cluster, in seconds.")
 
 
 class TrainerSection(Section):
@@ -272,12 +344,18 @@ class TrainerSection(Section):
     )
     launcher: Literal["local", "torchrun", "ray"] = Field("local", description="Who starts the ranks.")
     port: Port = Field(0, description="Rendezvous port of the local launcher; 0: a free one.")
+    ray: RaySection = Field(default_factory=RaySection, description="The launcher ray.")
     loss: LossSection = Field(default_factory=LossSection, description="The policy loss.")
     optimizer: OptimizerSection = Field(..., description="The optimizer.")
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection, description="Checkpoints.")
     retention: Literal["payload", "prompt"] = Field(
         "payload",
         description="What is kept of a trained group until its checkpoint is durable: all of it, or its prompt alone.",
+    )
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        (),
+        description="Where the record of each step goes besides metrics.jsonl and Prometheus; the package must be "
+        "installed. wandb: offline, in the run's folder.",
     )
     lease_s: Seconds = Field(
         60.0, description="A trainer that does not renew its lease for this long, in seconds, counts as gone."
@@ -294,6 +372,11 @@ class WeightsSection(Section):
         "drain",
         description="Before an update, let running requests end, or abort them and let the workers continue them.",
     )
+    strategy: Literal["all-at-once", "rolling", "on-idle"] = Field(
+        "all-at-once",
+        description="Engines are updated as soon as a version is there, a few at a time, or when nothing runs there.",
+    )
+    rolling_engines: Positive = Field(1, description="Most engines that `rolling` updates at the same time.")
     update_timeout_s: Seconds = Field(120.0, description="Longest time for one engine's update, in seconds.")
     update_tries: Positive = Field(3, description="Tries for one engine and version before it is quarantined.")
     probe_interval_s: Seconds = Field(0.5, description="Time between two looks at an engine, in seconds.")
@@ -338,6 +421,23 @@ def _interval_fits_the_bound(c: RunConfig) -> str | None:
             f"weights are up to "
             f"{need} versions old, so no group could be trained. Set weights.publish_interval: {c.lag.max + 1} or "
             f"less, or lag.max to at least {need}."
+        )
+    return None
+
+
+def _adaptive_limits_fit(c: RunConfig) -> str | None:
+    adaptive, need = c.lag.adaptive, c.weights.publish_interval - 1
+    if adaptive is None:
+        return None
+    if adaptive.min < need:
+        return (
+            f"lag.adaptive.min is {adaptive.min} but weights.publish_interval is {c.weights.publish_interval}: below "
+            f"{need} no group could be trained. Set lag.adaptive.min to at least {need}."
+        )
+    if not adaptive.min <= c.lag.max <= adaptive.max:
+        return (
+            f"lag.max is {c.lag.max}, outside lag.adaptive.min to lag.adaptive.max ({adaptive.min} to "
+            f"{adaptive.max}). Set lag.max between the two."
         )
     return None
 
@@ -418,6 +518,7 @@ def _straggler_wait_covers_a_lease(c: RunConfig) -> str | None:
 
 CROSS_FIELD_RULES = (
     _interval_fits_the_bound,
+    _adaptive_limits_fit,
     _data_ranks_share_the_batch,
     _experts_fit_the_ranks,
     _tiny_model_fits_the_layout,

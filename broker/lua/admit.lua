@@ -1,7 +1,8 @@
--- admit.lua: leave for a worker to generate one group on an engine, under the bound (docs/lag-bound.md, rule A).
+-- admit.lua: leave for a worker to generate groups on an engine, under the bound (docs/lag-bound.md, rule A).
 -- KEYS  1 policy; touches ledger, group:<id>, generating, admitted, ready, leased, retained, open, reissue, tries, engines
--- ARGV  1 worker  2 engine id
--- returns {"ticket", group id, prompt index, attempt, engine version, lease deadline ms} | {"refused", reason, detail}
+-- ARGV  1 worker  2 engine id  3 groups wanted
+-- returns {"tickets", {group id, prompt index, attempt, engine version, lease deadline ms}...}, as many as the bound
+--         allows, at least one | {"refused", reason, detail}
 local function refuse(reason, detail)
   count('refused_' .. reason)
   return {'refused', reason, detail}
@@ -18,50 +19,64 @@ if not engine or engine.state ~= 'serving' or engine.version < 0 then
 end
 reap()
 local v, B, max_lag, e = n('version'), n('groups_per_step'), n('max_lag'), engine.version
-local flying = in_flight()
-if flying >= (max_lag + 1) * B then
-  return refuse('bound', flying .. ' groups in flight, the bound allows ' .. (max_lag + 1) * B)
-end
-local latest = v + math.floor(flying / B)
-if latest - e > max_lag then
-  return refuse('bound', 'a group of version ' .. e .. ' would be trained at version ' .. latest .. ', max_lag ' .. max_lag)
-end
-if flying >= (n('steps_total') - n('step')) * B then
-  return refuse('bound', flying .. ' groups in flight serve the last ' .. (n('steps_total') - n('step')) .. ' steps')
-end
--- Memory: what is stored, and what the groups being generated will add. Payloads kept only for a rollback go first;
--- their prompts are issued again if it comes to that. The first batch always passes: without it nothing ever frees memory.
 local accepted = tonumber(redis.call('HGET', k('counters'), 'groups_accepted')) or 0
 local total = tonumber(redis.call('HGET', k('counters'), 'payload_bytes_total')) or 0
-local expected = accepted > 0 and total / accepted * (redis.call('ZCARD', k('generating')) + 1) or 0
-local function bytes() return (tonumber(redis.call('HGET', k('ledger'), 'bytes')) or 0) + expected end
-while bytes() > n('max_bytes') do
-  local id = redis.call('ZRANGE', k('retained'), 0, 0)[1]
-  if not id then
-    if flying < B then break end
-    return refuse('memory', int(bytes()) .. ' payload bytes stored or expected, limit ' .. policy.max_bytes)
+local mean = accepted > 0 and total / accepted or 0
+local generating = redis.call('ZCARD', k('generating'))
+local flying = in_flight()
+
+-- Why one more group may not start now: {reason, detail}, or nil.
+local function limit()
+  if flying >= (max_lag + 1) * B then
+    return {'bound', flying .. ' groups in flight, the bound allows ' .. (max_lag + 1) * B}
   end
-  free_payload(id, group(id))
-  count('payloads_freed_early')
+  local latest = v + math.floor(flying / B)
+  if latest - e > max_lag then
+    return {'bound', 'a group of version ' .. e .. ' would be trained at version ' .. latest .. ', max_lag ' .. max_lag}
+  end
+  local left = n('steps_total') - n('step')
+  if flying >= left * B then return {'bound', flying .. ' groups in flight serve the last ' .. left .. ' steps'} end
+  -- Memory: what is stored, and what the groups being generated will add. Payloads kept only for a rollback go first;
+  -- their prompts are issued again if it comes to that. The first batch always passes: without it nothing frees memory.
+  while stored_bytes() + mean * (generating + 1) > n('max_bytes') do
+    local id = redis.call('ZRANGE', k('retained'), 0, 0)[1]
+    if not id then
+      if flying < B then break end
+      return {'memory', int(stored_bytes() + mean * (generating + 1)) .. ' payload bytes stored or expected, limit ' ..
+        policy.max_bytes}
+    end
+    free_payload(id, group(id))
+    count('payloads_freed_early')
+  end
 end
--- Ids grow with the server's clock: none is used twice, even after Redis lost its last second or everything.
-local id = int(math.max(n('last_id') + 1, now_us))
-set('last_id', id)
-local prompt = redis.call('ZPOPMIN', k('reissue'))[1]
-local attempt = '0'
-if prompt then
-  attempt = redis.call('HGET', k('tries'), prompt) or '0'
-  redis.call('HDEL', k('tries'), prompt)
-else
-  prompt = policy.next_prompt
-  set('next_prompt', int(n('next_prompt') + 1))
+
+local out, deadline = {'tickets'}, int(now + n('lease_ms'))
+for _ = 1, tonumber(ARGV[3]) do
+  local why = limit()
+  if why then
+    if #out == 1 then return refuse(why[1], why[2]) end
+    break
+  end
+  -- Ids grow with the server's clock: none is used twice, even after Redis lost its last second or everything.
+  local id = int(math.max(n('last_id') + 1, now_us))
+  policy.last_id = id
+  local prompt, attempt = redis.call('ZPOPMIN', k('reissue'))[1], '0'
+  if prompt then
+    attempt = redis.call('HGET', k('tries'), prompt) or '0'
+    redis.call('HDEL', k('tries'), prompt)
+  else
+    prompt = policy.next_prompt
+    policy.next_prompt = int(n('next_prompt') + 1)
+    redis.call('ZADD', k('open'), prompt, prompt)
+  end
+  redis.call('HSET', k('group:' .. id), 'state', 'generating', 'prompt', prompt, 'attempt', attempt, 'worker', ARGV[1],
+    'engine', ARGV[2], 'version', e, 'issued', int(now))
+  redis.call('ZADD', k('generating'), deadline, id)
+  redis.call('ZADD', k('admitted'), e, id)
+  tally('issued', 1, 0)
+  tally('generating', 1, 0)
+  flying, generating = flying + 1, generating + 1
+  out[#out + 1] = {id, prompt, attempt, e, deadline}
 end
-local deadline = int(now + n('lease_ms'))
-redis.call('ZADD', k('open'), prompt, prompt)
-redis.call('HSET', k('group:' .. id), 'state', 'generating', 'prompt', prompt, 'attempt', attempt, 'worker', ARGV[1],
-  'engine', ARGV[2], 'version', e, 'issued', int(now))
-redis.call('ZADD', k('generating'), deadline, id)
-redis.call('ZADD', k('admitted'), e, id)
-tally('issued', 1, 0)
-tally('generating', 1, 0)
-return {'ticket', id, prompt, attempt, e, deadline}
+redis.call('HSET', KEYS[1], 'last_id', policy.last_id, 'next_prompt', policy.next_prompt)
+return out

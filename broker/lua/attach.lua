@@ -29,8 +29,12 @@ for index = 1, #undone + #leased do
   local id = undone[index] or leased[index - #undone]
   local rec = group(id)
   if rec.state == 'trained' or rec.state == 'filtered' then
-    redis.call('HINCRBY', k('ledger'), 'wait_ms', minus(rec.wait))
-    redis.call('HINCRBY', k('ledger'), 'waits', -1)
+    add('ledger', 'wait_ms', -field(rec, 'wait'))
+    add('ledger', 'waits', -1)
+    waited(rec, -1)
+    if rec.state == 'trained' then
+      attribute('trained', rec, int(field(rec, 'trained_at') - field(rec, 'oldest')), -1)
+    end
     count('groups_rolled_back')
   end
   redis.call('ZADD', k('open'), rec.prompt, rec.prompt)
@@ -61,7 +65,7 @@ if next_index >= 0 then
 end
 set('step', step)
 set('durable_step', step)
-set('status', 'running')
+if policy.status ~= 'draining' then set('status', 'running') end
 set('trainer_deadline', int(now + n('trainer_lease_ms')))
 redis.call('HDEL', KEYS[1], 'straggler_since', 'pull_nonce', 'stepped')
 count('attachments')

@@ -10,5 +10,9 @@ for _, past in ipairs(redis.call('HKEYS', k('step_lags'))) do
   if tonumber(past) <= step then redis.call('HDEL', k('step_lags'), past) end
 end
 set('durable_step', int(math.max(step, n('durable_step'))))
+if policy.checkpoint_asked and n('checkpoint_asked') <= step then
+  redis.call('HDEL', KEYS[1], 'checkpoint_asked')
+  event('checkpoint', 'step ' .. int(step) .. ', as asked')
+end
 set('trainer_deadline', int(now + n('trainer_lease_ms')))
 return {'committed', #ids}

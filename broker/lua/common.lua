@@ -10,12 +10,14 @@
 --   tries (hash)             prompt -> attempt that comes next, of the prompts in reissue
 --   dead (hash), dead_order (zset)  dead letters by prompt; events, metrics (lists)  newest first, capped
 --   ready_hist, lag_hist (hashes)   g:<version or lag>, t:<...>;  step_lags (hash)  step -> lags of a step not yet durable
+--   by_hist (hash)           the same by task, engine and worker: g:<waiting|trained>:<dimension>:<version|lag>:<name>
+--   wait_hist (hash)         time in queue of the trained: g:<i>, i = floor(8 log2(1 + seconds)); filtered ones, too
+--   freed (list)             files of a payload folder whose groups are closed, to be deleted by a client
 --   engines, versions, workers (hashes of JSON), workers_seen (zset), counters (hash)
 local P = string.sub(KEYS[1], 1, -7)
 local function k(name) return P .. name end
 -- Numbers above 1e14 keep all digits; a negative zero, which Redis refuses, becomes 0.
 local function int(x) return x == 0 and '0' or string.format('%.0f', x) end
-local function minus(text) return int(-tonumber(text)) end
 local function hash(key)
   local list, out = redis.call('HGETALL', key), {}
   for i = 1, #list, 2 do out[list[i]] = list[i + 1] end
@@ -33,7 +35,34 @@ local function set(name, value)
   policy[name] = value
   redis.call('HSET', KEYS[1], name, value)
 end
-local function count(name, by) redis.call('HINCRBYFLOAT', k('counters'), name, by or 1) end
+-- Sums are added up in here and written once at the end of the transition (flush): a batch costs little more than one.
+local sums = {}
+local function add(name, at, by)
+  if by == 0 then return end
+  local of = sums[name]
+  if not of then
+    of = {}
+    sums[name] = of
+  end
+  of[at] = (of[at] or 0) + by
+end
+local function flush()
+  for name, of in pairs(sums) do
+    local key = k(name)
+    for at, by in pairs(of) do
+      if name == 'counters' then
+        redis.call('HINCRBYFLOAT', key, at, by)
+      elseif by ~= 0 then
+        local left = redis.call('HINCRBY', key, at, int(by))
+        if left == 0 and string.sub(name, -5) == '_hist' then redis.call('HDEL', key, at) end
+      end
+    end
+  end
+end
+local function count(name, by) add('counters', name, tonumber(by or 1)) end
+local function stored_bytes()
+  return (tonumber(redis.call('HGET', k('ledger'), 'bytes')) or 0) + (sums.ledger and sums.ledger.bytes or 0)
+end
 local function capped(list, text)
   redis.call('LPUSH', k(list), text)
   local over = redis.call('LLEN', k(list)) - CAP
@@ -46,16 +75,26 @@ local function event(kind, text)
   capped('events', cjson.encode({time_ms = now, kind = kind, text = text}))
 end
 local function tally(state, groups, tokens)
-  if groups ~= 0 then redis.call('HINCRBY', k('ledger'), 'g_' .. state, groups) end
-  if tokens ~= 0 then redis.call('HINCRBY', k('ledger'), 't_' .. state, int(tokens)) end
+  add('ledger', 'g_' .. state, groups)
+  add('ledger', 't_' .. state, tokens)
 end
 local function histogram(name, at, groups, tokens)
-  local left = redis.call('HINCRBY', k(name), 'g:' .. at, groups)
-  local tokens_left = redis.call('HINCRBY', k(name), 't:' .. at, int(tokens))
-  if left == 0 and tokens_left == 0 then redis.call('HDEL', k(name), 'g:' .. at, 't:' .. at) end
+  add(name, 'g:' .. at, groups)
+  add(name, 't:' .. at, tokens)
 end
 local function group(id) return hash(k('group:' .. id)) end
 local function field(rec, name) return tonumber(rec[name]) or 0 end
+-- by_hist: what waits (by oldest version) or was trained (by lag), by task, engine and worker.
+local function attribute(kind, rec, at, sign)
+  for _, dimension in ipairs({'task', 'engine', 'worker'}) do
+    local where = ':' .. kind .. ':' .. dimension .. ':' .. at .. ':' .. (rec[dimension] or '')
+    add('by_hist', 'g' .. where, sign)
+    add('by_hist', 't' .. where, sign * field(rec, 'tokens'))
+  end
+end
+local function waited(rec, by)
+  add('wait_hist', 'g:' .. math.floor(8 * math.log(1 + field(rec, 'wait') / 1000) / math.log(2)), by)
+end
 
 -- A group leaves the indexes and the tally of its state.
 local function leave(id, rec)
@@ -70,8 +109,9 @@ local function leave(id, rec)
   if state == 'ready' then
     redis.call('ZREM', k('ready'), id)
     redis.call('ZREM', k('waiting'), id)
-    redis.call('HINCRBY', k('ledger'), 'ready_ms', minus(rec.submitted))
+    add('ledger', 'ready_ms', -field(rec, 'submitted'))
     histogram('ready_hist', rec.oldest, -1, -tokens)
+    attribute('waiting', rec, rec.oldest, -1)
   elseif state == 'leased' then
     redis.call('ZREM', k('leased'), id)
   else
@@ -79,17 +119,18 @@ local function leave(id, rec)
     redis.call('ZREM', k('retained'), id)
   end
 end
--- A group with a submission enters ready, leased, trained or filtered.
-local function enter(id, rec, state)
+-- A group with a submission enters ready, leased, trained or filtered. written: its record says so already.
+local function enter(id, rec, state, written)
   local tokens = field(rec, 'tokens')
   rec.state = state
-  redis.call('HSET', k('group:' .. id), 'state', state)
+  if not written then redis.call('HSET', k('group:' .. id), 'state', state) end
   tally(state, 1, tokens)
   if state == 'ready' then
     redis.call('ZADD', k('ready'), rec.oldest, id)
     redis.call('ZADD', k('waiting'), rec.submitted, id)
-    redis.call('HINCRBY', k('ledger'), 'ready_ms', rec.submitted)
+    add('ledger', 'ready_ms', field(rec, 'submitted'))
     histogram('ready_hist', rec.oldest, 1, tokens)
+    attribute('waiting', rec, rec.oldest, 1)
   elseif state == 'leased' then
     redis.call('ZADD', k('leased'), now, id)
   else
@@ -99,8 +140,12 @@ local function enter(id, rec, state)
 end
 local function free_payload(id, rec)
   if field(rec, 'bytes') > 0 then
-    redis.call('UNLINK', k('payload:' .. id))
-    redis.call('HINCRBY', k('ledger'), 'bytes', minus(rec.bytes))
+    if rec.blob then
+      redis.call('RPUSH', k('freed'), rec.blob)
+    else
+      redis.call('UNLINK', k('payload:' .. id))
+    end
+    add('ledger', 'bytes', -field(rec, 'bytes'))
     redis.call('ZREM', k('retained'), id)
     redis.call('HSET', k('group:' .. id), 'bytes', '0')
     rec.bytes = '0'

@@ -1,9 +1,16 @@
--- engine.lua: registers or updates one engine; the server stamps its times.
--- KEYS  1 policy; touches engines
--- ARGV  1 engine id  2 record (JSON)  3 state that the record must have now, '' for any  4 "register" | "update"
+-- engine.lua: registers or updates one engine, or notes that it lives; the server stamps its times.
+-- KEYS  1 policy; touches engines; tells the channel changes
+-- ARGV  1 engine id  2 record (JSON)  3 state that the record must have now, '' for any  4 "register" | "update" | "heartbeat"
+--       heartbeat: changes nothing but heartbeat_ms; ARGV 2 and 3 are ''
 -- returns {1} if written, else {0} (unknown engine, or another state)
 local raw = redis.call('HGET', k('engines'), ARGV[1])
 local old = raw and cjson.decode(raw)
+if ARGV[4] == 'heartbeat' then
+  if not old then return {0} end
+  old.heartbeat_ms = now
+  redis.call('HSET', k('engines'), ARGV[1], cjson.encode(old))
+  return {1}
+end
 if ARGV[4] == 'update' and not old then return {0} end
 if ARGV[3] ~= '' and (not old or old.state ~= ARGV[3]) then return {0} end
 local record = cjson.decode(ARGV[2])
@@ -12,5 +19,6 @@ record.heartbeat_ms = now
 redis.call('HSET', k('engines'), ARGV[1], cjson.encode(record))
 if not old or old.state ~= record.state or old.version ~= record.version then
   event('engine', ARGV[1] .. ' is ' .. record.state .. ' at version ' .. record.version)
+  redis.call('PUBLISH', k('changes'), 'engine ' .. ARGV[1] .. ' ' .. record.state .. ' ' .. record.version)
 end
 return {1}

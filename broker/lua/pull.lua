@@ -6,16 +6,14 @@
 local version, groups, B, max_lag = n('version'), tonumber(ARGV[3]), n('groups_per_step'), n('max_lag')
 if tonumber(ARGV[2]) ~= version then return {'version', int(version)} end
 set('trainer_deadline', int(now + n('trainer_lease_ms')))
-local function batch(ids)
-  local out = {'batch'}
-  for _, id in ipairs(ids) do
-    local r = redis.call('HMGET', k('group:' .. id), 'prompt', 'attempt', 'oldest', 'samples', 'tokens', 'total', 'bytes',
-      'submitted')
-    out[#out + 1] = {id, unpack(r)}
-  end
+local out = {'batch'}
+local function delivery(id, r)
+  return {id, r.prompt, r.attempt, r.oldest, r.samples, r.tokens, r.total, r.bytes, r.submitted}
+end
+if policy.pull_nonce == ARGV[4] then
+  for _, id in ipairs(cjson.decode(policy.pull_ids)) do out[#out + 1] = delivery(id, group(id)) end
   return out
 end
-if policy.pull_nonce == ARGV[4] then return batch(cjson.decode(policy.pull_ids)) end
 reap()
 local past = redis.call('ZRANGEBYSCORE', k('ready'), '-inf', version - max_lag - 1)
 for _, id in ipairs(past) do
@@ -49,10 +47,9 @@ local ids = redis.call('ZRANGE', k('ready'), 0, groups - 1)
 for _, id in ipairs(ids) do
   local rec = group(id)
   leave(id, rec)
-  redis.call('HSET', k('group:' .. id), 'pulled', int(now))
-  enter(id, rec, 'leased')
+  redis.call('HSET', k('group:' .. id), 'state', 'leased', 'pulled', int(now))
+  enter(id, rec, 'leased', true)
+  out[#out + 1] = delivery(id, rec)
 end
-set('pull_nonce', ARGV[4])
-set('pull_ids', cjson.encode(ids))
-set('pull_max_lag', max_lag)
-return batch(ids)
+redis.call('HSET', KEYS[1], 'pull_nonce', ARGV[4], 'pull_ids', cjson.encode(ids), 'pull_max_lag', max_lag)
+return out

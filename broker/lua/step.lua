@@ -1,6 +1,7 @@
 -- step.lua: one optimizer step was taken at `version`; its groups are trained or filtered and the version moves on by one.
 -- Repeating the call changes nothing. A leased group that the step left out returns to the queue.
--- KEYS  1 policy; touches ledger, group:<id>, payload:<id>, leased, trained, retained, open, lag_hist, step_lags, metrics
+-- KEYS  1 policy; touches ledger, group:<id>, payload:<id>, leased, trained, retained, open, lag_hist, by_hist,
+--       wait_hist, step_lags, metrics
 -- ARGV  1 epoch  2 version  3 metrics (JSON)  4 number of outcomes  then (group id, filtered 0|1) pairs
 --       then (lag, tokens) pairs: trained tokens by lag
 -- returns {"cursor", next index, open prompts...} | {"version", recorded} | {"not-leased", group id} | {"fenced", holder}
@@ -20,19 +21,21 @@ end
 local step, lags = n('step') + 1, {}
 for i = 5, 3 + 2 * outcomes, 2 do
   local id, rec, filtered = ARGV[i], records[ARGV[i]], ARGV[i + 1] == '1'
-  local pulled = redis.call('HGET', k('group:' .. id), 'pulled')
   leave(id, rec)
-  rec.step, rec.wait = int(step), int(math.max(0, tonumber(pulled) - field(rec, 'submitted')))
-  redis.call('HSET', k('group:' .. id), 'step', rec.step, 'wait', rec.wait, 'trained_at', int(version))
-  redis.call('HINCRBY', k('ledger'), 'wait_ms', rec.wait)
-  redis.call('HINCRBY', k('ledger'), 'waits', 1)
+  rec.step, rec.wait = int(step), int(math.max(0, field(rec, 'pulled') - field(rec, 'submitted')))
+  local state = filtered and 'filtered' or 'trained'
+  redis.call('HSET', k('group:' .. id), 'state', state, 'step', rec.step, 'wait', rec.wait, 'trained_at', int(version))
+  add('ledger', 'wait_ms', field(rec, 'wait'))
+  add('ledger', 'waits', 1)
+  waited(rec, 1)
   if policy.retention == 'prompt' then free_payload(id, rec) end
-  enter(id, rec, filtered and 'filtered' or 'trained')
+  enter(id, rec, state, true)
   redis.call('ZREM', k('open'), rec.prompt)
   if not filtered then
     local lag = int(version - field(rec, 'oldest'))
     lags[lag] = lags[lag] or {0, 0}
     lags[lag][1] = lags[lag][1] + 1
+    attribute('trained', rec, lag, 1)
   end
 end
 for i = 5 + 2 * outcomes, #ARGV, 2 do
