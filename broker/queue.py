@@ -294,11 +294,11 @@ class Broker:
         """Announce a version whose weights are complete in the store; versions only grow, up to the newest named."""
         self._trainer("publish", epoch, record.version, view.version_json(record), asked=record.version)
 
-    def checkpoint_asked(self) -> bool:
-        """Whether an operator asked for a checkpoint that no commit has answered yet."""
+    def checkpoint_asked(self) -> int:
+        """The step at which an operator asked for a checkpoint that no commit has answered yet, -1: none."""
         client = self._connection.client
-        found: Any = self._connection.attempt(lambda: client.hexists(self._keys.policy, "checkpoint_asked"))
-        return bool(found)
+        found: Any = self._connection.attempt(lambda: client.hget(self._keys.policy, "checkpoint_asked"))
+        return -1 if found is None else int(found)
 
     def renew_trainer(self, epoch: int) -> None:
         """Show that the trainer lives."""
