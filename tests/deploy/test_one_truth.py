@@ -118,8 +118,9 @@ def test_prometheus_scrapes_what_serves_metrics() -> None:
     assert port["target"] == PORTS["monitor"]
 
 
-def _served(source: Path) -> set[str]:
-    return set(re.findall(r'@app\.get\(\s*"(/[a-z]+)"', source.read_text(encoding="utf-8")))
+def _served(folder: Path) -> set[str]:
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    return set(re.findall(r'@\w+\.get\(\s*"(/[a-z]+)"', text))
 
 
 def test_health_paths_are_served_and_the_same_everywhere() -> None:
@@ -127,8 +128,8 @@ def test_health_paths_are_served_and_the_same_everywhere() -> None:
     paths = dict(re.findall(r'"(engine|weight-sync|monitor)": "(/[a-z]+)"', probe))
     assert callable(monitor_app)
     root = DEPLOY.parent / "services"
-    for name, file in (("monitor", root / "monitor/app.py"), ("weight-sync", root / "weight_sync/app.py")):
-        assert {"/healthz", "/readyz", "/metrics"} <= _served(file)
+    for name, folder in (("monitor", root / "monitor"), ("weight-sync", root / "weight_sync")):
+        assert {"/healthz", "/readyz", "/metrics"} <= _served(folder)
         container = job_pods("cpu-small")[name]
         assert container["readinessProbe"]["httpGet"]["path"] == paths[name] == "/readyz"
         assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
