@@ -50,7 +50,7 @@ def pack(commands: Sequence[Command]) -> list[Buffer]:
 
     for command in commands:
         if not any(isinstance(argument, Payload) for argument in command):
-            put(hiredis.pack_command(command))
+            put(hiredis.pack_command(command))  # type: ignore[arg-type]  # its stub names one item
             continue
         put(b"*%d\r\n" % len(command))
         for argument in command:

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from configs import ConfigError, RunConfig, load_config
 from configs.secrets import REDIS_PASSWORD, read_secret
+from services.queue_cli.commands import add_to as add_queue_commands
 
 app = typer.Typer(
     name="lagrange",
@@ -168,6 +169,9 @@ def report(folder: RunArgument) -> None:
     from services.local.report import draw_report  # noqa: PLC0415
 
     typer.echo(str(draw_report(folder, run_config(folder))))
+
+
+add_queue_commands(app)
 
 
 def process_config(file: Path) -> RunConfig:

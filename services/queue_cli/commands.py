@@ -1,0 +1,167 @@
+"""The commands; services/cli.py adds them to `lagrange`.
+
+Invariant: each opens one handle on the run that its first argument names, with a finite timeout, and closes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from configs import ConfigError, RunConfig, load_config
+from configs.secrets import REDIS_PASSWORD, read_secret
+
+if TYPE_CHECKING:
+    from broker.queue import Broker
+    from broker.types import GroupRecord, ListedState
+
+WhereArgument = Annotated[Path, typer.Argument(help="A run's folder, runs/<id>, or its configuration file.")]
+IdArgument = Annotated[int, typer.Argument(help="A group's id, as `groups list` shows it.")]
+STATES: tuple[ListedState, ...] = ("generating", "ready", "leased", "trained")
+groups = typer.Typer(help="Look at groups and dead letters of a run.", no_args_is_help=True)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add `queue`, `groups` and `replay`."""
+    app.command()(queue)
+    app.add_typer(groups, name="groups")
+    app.command()(replay)
+
+
+def queue(
+    where: WhereArgument,
+    watch: Annotated[bool, typer.Option("--watch", help="Draw again every second until Ctrl-C.")] = False,
+) -> None:
+    """Show the queue at a glance: ledger, ages, bytes, who waits and why."""
+    from services.queue_cli.show import queue_screen  # noqa: PLC0415
+
+    with opened(where) as (broker, _):
+        if not watch:
+            Console().print(queue_screen(broker.snapshot()))
+            return
+        with Live(queue_screen(broker.snapshot()), auto_refresh=False) as live:
+            try:
+                while True:
+                    time.sleep(1)
+                    live.update(queue_screen(broker.snapshot()), refresh=True)
+            except KeyboardInterrupt:
+                return
+
+
+@groups.command("list")
+def list_groups(
+    where: WhereArgument,
+    state: Annotated[str, typer.Option("--state", help="generating, ready, leased, trained, or dead.")] = "ready",
+    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most that many.")] = 50,
+) -> None:
+    """List groups of one state, those that are used or lost first at the top; `dead`: the dead letters."""
+    from services.queue_cli.show import dead_table, group_table  # noqa: PLC0415
+
+    with opened(where) as (broker, _):
+        if state == "dead":
+            Console().print(dead_table(broker.dead_letters()[-limit:]))
+            return
+        chosen = next((name for name in STATES if name == state), None)
+        if chosen is None:
+            raise ConfigError(f"--state {state}: expected one of {', '.join(STATES)}, dead.")
+        Console().print(group_table(broker.groups(chosen, limit), broker.server_time_ms()))
+
+
+@groups.command()
+def show(where: WhereArgument, group: IdArgument) -> None:
+    """Show one group: its record, and its samples if the payload is there."""
+    from services.queue_cli.show import record_table, samples_table  # noqa: PLC0415
+
+    with opened(where) as (broker, _):
+        record = found(broker, group)
+        console = Console()
+        console.print(record_table(record))
+        if record.payload_bytes:
+            console.print(samples_table(broker.fetch([group])[0]))
+
+
+@groups.command()
+def dump(where: WhereArgument, group: IdArgument, file: Annotated[Path, typer.Argument(help="To write.")]) -> None:
+    """Write a group with its run's settings to a file, for `lagrange replay`."""
+    from services.queue_cli.dump import write_dump  # noqa: PLC0415
+
+    with opened(where) as (broker, config):
+        if not found(broker, group).payload_bytes:
+            raise ConfigError(f"group {group} has no payload: it is still generated, or trainer.retention is prompt.")
+        payload = bytes(broker.fetch_bytes([group])[0])
+        write_dump(file, config, broker.snapshot().version, group, payload)
+    typer.echo(f"{file}: group {group}, {len(payload)} bytes. Look at it with `lagrange replay {file}`.")
+
+
+@groups.command()
+def requeue(
+    where: WhereArgument, prompt: Annotated[int, typer.Argument(help="Prompt index of a dead letter.")]
+) -> None:
+    """Issue the prompt of a dead letter again, with all its tries."""
+    with opened(where) as (broker, _):
+        if not broker.requeue(prompt):
+            raise ConfigError(f"prompt {prompt} is no dead letter. `lagrange groups list {where} --state dead`")
+    typer.echo(f"prompt {prompt} is issued again")
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(help="What `lagrange groups dump` wrote.")],
+    model: Annotated[Path | None, typer.Option("--model", help="Checkpoint (Hugging Face layout) to compare.")] = None,
+    tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="Of one token's |log-ratio|.")] = 1e-3,
+) -> None:
+    """Compute a dumped group again on the CPU and show the first difference. Exit code 1 if there is one."""
+    from services.queue_cli import replay as again  # noqa: PLC0415
+    from services.queue_cli.dump import read_dump  # noqa: PLC0415
+    from services.queue_cli.show import replay_table  # noqa: PLC0415
+
+    held, group, config = read_dump(file)
+    result = again.replay(group, config, held.version, model=model, tolerance=tolerance)
+    console = Console(highlight=False)
+    console.print(replay_table(result.rows))
+    console.print(f"loss {result.loss:.6g} ({result.loss_name}, this group alone)")
+    if result.difference:
+        console.print(f"[red]first difference[/]  {escape(result.difference)}")
+        raise typer.Exit(1)
+    console.print("[green]no difference[/]" + ("" if model else " (policy log-probs: the engine's; --model compares)"))
+
+
+@contextmanager
+def opened(where: Path) -> Iterator[tuple[Broker, RunConfig]]:
+    """A handle on the run that a folder or configuration file names. Raises ConfigError and BrokerError."""
+    from broker.queue import Broker  # noqa: PLC0415
+
+    file = where / "config.yaml" if where.is_dir() else where
+    if not file.is_file():
+        raise ConfigError(f"{where}: no run. Name a folder runs/<id> or a configuration file.")
+    config = load_config(file)
+    if config.redis.url is None:
+        raise ConfigError(f"{file}: redis.url is not set, so there is nothing to ask.")
+    broker = Broker.connect(
+        config.redis.url, config.run.id, password=read_secret(REDIS_PASSWORD), timeout_s=config.redis.timeout_s
+    )
+    try:
+        yield broker, config
+    finally:
+        broker.close()
+
+
+def found(broker: Broker, group_id: int) -> GroupRecord:
+    """The record of a group that is not closed. Raises ConfigError that says what became of it."""
+    record = broker.group(group_id)
+    if record is not None:
+        return record
+    for letter in broker.dead_letters():
+        if letter["group_id"] == group_id:
+            raise ConfigError(
+                f"group {group_id} failed and its prompt {letter['prompt_index']} is a dead letter after attempt "
+                f"{letter['attempt']}: {letter['reason']}"
+            )
+    raise ConfigError(f"group {group_id} is closed: trained and durable, stale or failed; or there never was one.")

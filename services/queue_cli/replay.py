@@ -1,0 +1,139 @@
+"""Computes a dumped group again on a CPU: rewards, advantages, log-ratios and the loss.
+
+Invariant: the same functions as in a run are used (task, advantage, packing, loss), so a difference is one of data,
+model or release. Without a model the policy is taken to be the engine's: log-ratios are 0 and the loss is that of a
+first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from broker.types import Float32Array, Group, Trajectory
+from configs import ConfigError, RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample. recomputed: None where the task cannot be asked (why: its reason). log_ratio: mean and largest
+    |log pi - log mu| over trainable tokens."""
+
+    reward: float
+    recomputed: float | None
+    why: str
+    advantage: float
+    tokens: int
+    lag: int
+    mean_log_ratio: float
+    largest_log_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """rows: one for each sample. loss: of a step that has this group alone. difference: the first one, or ""."""
+
+    rows: tuple[Row, ...]
+    loss: float
+    loss_name: str
+    difference: str
+
+
+def replay(
+    group: Group, config: RunConfig, version: int, *, model: Path | None = None, tolerance: float = 1e-3
+) -> Replayed:
+    """version: of the trainer, for lags. model: folder of a Hugging Face checkpoint whose log-probs are pi; dense
+    forward passes without routing replay. tolerance: of |log-ratio|, above which a token counts as a difference.
+    """
+    from trainer.advantages import group_advantages  # noqa: PLC0415 (torch)
+    from trainer.losses.catalogue import loss_settings  # noqa: PLC0415
+
+    settings = loss_settings(config)
+    advantages = group_advantages([t.reward for t in group.trajectories], settings.advantage)
+    policy = [t.log_probs if model is None else model_log_probs(t, model, config) for t in group.trajectories]
+    rows, difference = [], ""
+    for index, (t, own, advantage) in enumerate(zip(group.trajectories, policy, advantages, strict=True)):
+        recomputed, why = _reward(group, t, config)
+        ratio = np.abs(own - t.log_probs)[t.loss_mask]
+        lag = version - (t.oldest_version if t.oldest_version is not None else version)
+        rows.append(
+            Row(
+                t.reward,
+                recomputed,
+                why,
+                float(advantage),
+                int(t.loss_mask.sum()),
+                lag,
+                float(ratio.mean()) if len(ratio) else 0.0,
+                float(ratio.max()) if len(ratio) else 0.0,
+            )
+        )
+        difference = difference or _difference(index, rows[-1], t, own, tolerance)
+    return Replayed(tuple(rows), _loss(group, advantages, policy, config), config.trainer.loss.name, difference)
+
+
+def model_log_probs(trajectory: Trajectory, folder: Path, config: RunConfig) -> Float32Array:
+    """float32 [response]: log-probs under a checkpoint, at the run's temperature. Raises ConfigError."""
+    import torch  # noqa: PLC0415
+
+    try:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("replay --model needs the package transformers: pip install transformers") from error
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))
+    with torch.no_grad():
+        logits = loaded(ids[None]).logits[0, :-1] / config.rollout.temperature
+    scores = torch.log_softmax(logits.float(), -1).gather(1, ids[1:, None])[:, 0]
+    return np.asarray(scores[len(trajectory.prompt_ids) - 1 :].numpy(), np.float32)
+
+
+def _difference(index: int, row: Row, t: Trajectory, own: Float32Array, tolerance: float) -> str:
+    if row.recomputed is not None and row.recomputed != row.reward:
+        return f"sample {index}: the reward was recorded as {row.reward:g} and is now {row.recomputed:g}"
+    beyond = np.flatnonzero((np.abs(own - t.log_probs) > tolerance) & t.loss_mask)
+    if not len(beyond):
+        return ""
+    at = int(beyond[0])
+    return (
+        f"sample {index}, response token {at} (id {int(t.response_ids[at])}): the engine's log-prob is "
+        f"{float(t.log_probs[at]):.6f}, the model's {float(own[at]):.6f}"
+    )
+
+
+def _reward(group: Group, t: Trajectory, config: RunConfig) -> tuple[float | None, str]:
+    from rollout.codec import FileCodec  # noqa: PLC0415
+    from rollout.tasks import Response  # noqa: PLC0415
+    from rollout.tasks.registry import make_task  # noqa: PLC0415
+
+    try:
+        task = make_task(group.task, config.run.seed, config.task.parameters)
+        prompt = task.prompt(group.prompt_index)
+        ids = tuple(int(i) for i in t.response_ids)
+        text = FileCodec(config.model.path).decode(ids) if config.model.path is not None else ""
+        return float(task.reward(prompt, Response(text=text, ids=ids, finish=t.finish))), ""
+    except Exception as error:  # a task is foreign code, and a dump may come from another machine
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _loss(group: Group, advantages: Sequence[float], policy: Sequence[Float32Array], config: RunConfig) -> float:
+    import torch  # noqa: PLC0415
+
+    from trainer.batch import Sample, pack  # noqa: PLC0415
+    from trainer.losses.catalogue import loss_settings  # noqa: PLC0415
+    from trainer.losses.step import loss_function, prepare  # noqa: PLC0415
+
+    settings = loss_settings(config)
+    samples = [
+        Sample(t, np.full(len(t.response_ids), value, np.float32))
+        for t, value in zip(group.trajectories, advantages, strict=True)
+    ]
+    own = [replace(s, trajectory=replace(s.trajectory, log_probs=p)) for s, p in zip(samples, policy, strict=True)]
+    batch = pack(samples, route_shape=None)
+    log_probs = pack(own, route_shape=None).behaviour_log_probs
+    context = prepare(settings, [batch], [log_probs])
+    loss, _ = loss_function(settings, context)(batch, log_probs, torch.zeros_like(log_probs))
+    return float(loss)

@@ -1,0 +1,118 @@
+"""Tables of the queue for a terminal. Pure: from records to renderables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from rich.console import Group as Together
+from rich.markup import escape
+from rich.table import Table
+
+from broker.types import Group, GroupRecord, Snapshot
+from services.queue_cli.replay import Row
+
+LEDGER = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
+
+
+def queue_screen(s: Snapshot) -> Together:
+    """What `lagrange queue` shows."""
+    head = (
+        f"run {escape(s.run)}, {s.status}{', admission paused' if s.admission_paused else ''}: step {s.step} of "
+        f"{s.steps_total} (durable {s.durable_step}), version {s.version}, published {s.published}, max_lag {s.max_lag}"
+    )
+    ledger = Table("", *LEDGER)
+    for name, tally in (("groups", s.groups), ("tokens", s.tokens)):
+        ledger.add_row(name, *(f"{getattr(tally, state):,}" for state in LEDGER))
+    bound = (s.max_lag + 1) * s.groups_per_step
+    flying = s.groups.generating + s.groups.ready + s.groups.leased
+    lines = [
+        f"in flight {flying} of {bound} groups, payloads {s.payload_bytes / 2**20:.1f} MiB",
+        f"waiting: oldest {s.oldest_ready_ms / 1000:.1f} s, mean {s.mean_ready_ms / 1000:.1f} s; trained after "
+        f"{s.mean_trained_wait_ms / 1000:.1f} s in the queue",
+        f"ledger {'closes' if s.groups.closes and s.tokens.closes else 'DOES NOT CLOSE: please report this'}; "
+        f"dead letters {s.dead_letters}",
+    ]
+    why = {name: int(value) for name, value in s.counters.items() if name.startswith(("refused_", "pulls_", "stale_"))}
+    if why:
+        lines.append("so far: " + ", ".join(f"{name} {value}" for name, value in sorted(why.items())))
+    ages = Table("lag if trained now", "groups", "tokens")
+    for oldest, count in sorted(s.ready_by_version.items()):
+        ages.add_row(str(s.version - oldest), str(count.groups), f"{count.tokens:,}")
+    return Together(head, ledger, *lines, *([ages] if s.ready_by_version else []))
+
+
+def group_table(records: Sequence[GroupRecord], now_ms: int) -> Table:
+    """What `lagrange groups list` shows."""
+    table = Table("group", "state", "prompt", "attempt", "oldest", "samples", "tokens", "bytes", "age s", "worker")
+    for r in records:
+        table.add_row(
+            str(r.group_id),
+            r.state.value,
+            str(r.prompt_index),
+            str(r.attempt),
+            str(r.oldest_version if r.oldest_version >= 0 else r.admitted_version),
+            str(r.samples),
+            str(r.response_tokens),
+            str(r.payload_bytes),
+            f"{(now_ms - (r.submitted_ms or r.issued_ms)) / 1000:.1f}",
+            escape(r.worker),
+        )
+    return table
+
+
+def dead_table(letters: Sequence[Mapping[str, Any]]) -> Table:
+    """Dead letters."""
+    table = Table("prompt", "attempt", "group", "worker", "reason")
+    for letter in letters:
+        table.add_row(
+            *(escape(str(letter[name])) for name in ("prompt_index", "attempt", "group_id", "worker", "reason"))
+        )
+    return table
+
+
+def record_table(record: GroupRecord) -> Table:
+    """Every field of a record."""
+    table = Table.grid(padding=(0, 2))
+    for one in fields(record):
+        table.add_row(one.name, escape(str(getattr(record, one.name))))
+    return table
+
+
+def samples_table(group: Group) -> Table:
+    """One row for each sample."""
+    table = Table("sample", "prompt", "response", "trainable", "versions", "reward", "finish", "routes")
+    for index, t in enumerate(group.trajectories):
+        versions = ", ".join(f"{run.version} x {run.length}" for run in t.versions)
+        routes = "-" if t.routes is None else f"{t.routes.dtype}{list(t.routes.shape)}"
+        cells = (
+            index,
+            len(t.prompt_ids),
+            len(t.response_ids),
+            int(t.loss_mask.sum()),
+            versions,
+            t.reward,
+            t.finish,
+            routes,
+        )
+        table.add_row(*(escape(str(cell)) for cell in cells))
+    return table
+
+
+def replay_table(rows: Sequence[Row]) -> Table:
+    """What `lagrange replay` shows for each sample."""
+    table = Table("sample", "reward", "again", "advantage", "tokens", "lag", "mean |log-ratio|", "largest")
+    for index, row in enumerate(rows):
+        again = escape(row.why) if row.recomputed is None else f"{row.recomputed:g}"
+        table.add_row(
+            str(index),
+            f"{row.reward:g}",
+            again,
+            f"{row.advantage:.4f}",
+            str(row.tokens),
+            str(row.lag),
+            f"{row.mean_log_ratio:.2e}",
+            f"{row.largest_log_ratio:.2e}",
+        )
+    return table
