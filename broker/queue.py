@@ -187,6 +187,13 @@ class Broker:
         """
         return bool(self._call("fail", group_id, worker, reason, tokens, "dead" if final else "try")[0])
 
+    def drop(self, group_id: int, worker: str, tokens: int = 0) -> bool:
+        """The group's rewards are all equal: it is filtered, its prompt done with, and another takes its place.
+
+        tokens: trainable tokens of it. False if the worker does not hold it.
+        """
+        return bool(self._call("fail", group_id, worker, "all rewards are equal", tokens, "drop")[0])
+
     def release(self, group_id: int, worker: str) -> bool:
         """Give a group back because the worker stops; not counted as a try. False if it was not held."""
         return bool(self._call("fail", group_id, worker, "released", 0, "again")[0])

@@ -152,11 +152,31 @@ class ModelSection(Section):
         return self
 
 
+class ShapingSection(Section):
+    """What is added to a task's reward (docs/rewards.md); the defaults add nothing."""
+
+    length_limit: int = Field(0, ge=0, description="Length at which a response is too long; 0: rollout.max_new_tokens.")
+    overlong_buffer: int = Field(
+        0, ge=0, description="DAPO's soft overlong penalty grows over so many tokens below the limit; 0: none."
+    )
+    overlong_penalty: float = Field(1.0, ge=0, description="What a response at the limit loses.")
+    truncated_reward: float | None = Field(
+        None, description="Reward of a response that was cut at rollout.max_new_tokens; null: as the task judges it."
+    )
+    format_pattern: str | None = Field(None, description="Regular expression that a well-formed response matches.")
+    format_reward: float = Field(0.0, description="Added to the reward of a response that matches format_pattern.")
+
+
 class TaskSection(Section):
     """What is trained on: a name in the task registry and its parameters."""
 
     name: str = Field(..., description="Name in the task registry (docs/add-a-task.md).")
     parameters: dict[str, Any] = Field(default_factory=dict, description="Passed to the task as keyword arguments.")
+    shaping: ShapingSection = Field(default_factory=ShapingSection, description="Added to the task's reward.")
+    drop_equal_groups: bool = Field(
+        False,
+        description="Workers drop groups whose rewards are all equal, counted as filtered, and draw others instead.",
+    )
 
 
 class RolloutSection(Section):
@@ -188,6 +208,8 @@ class RolloutSection(Section):
         30.0, description="A worker that does not renew a group's lease for this long, in seconds, loses it."
     )
     reward_timeout_s: Seconds = Field(10.0, description="Longest time for the reward of one sample, in seconds.")
+    reward_processes: Positive = Field(2, description="Processes of one worker in which rewards that may hang run.")
+    reward_memory_mb: Positive = Field(2048, description="Address space of one such process, in MiB.")
 
 
 class EngineSection(Section):

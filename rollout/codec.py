@@ -5,13 +5,14 @@ Invariant: encoding adds no special tokens that the text does not name; decoding
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from configs.load import ConfigError
+from rollout.tasks.chat import ChatError, read_template
 
 
 class Codec(Protocol):
@@ -22,6 +23,9 @@ class Codec(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, without special tokens."""
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Messages as the text that the model's chat template makes of them. Raises ChatError."""
 
 
 class FileCodec:
@@ -36,6 +40,13 @@ class FileCodec:
             raise ConfigError(
                 f"model.path: {path} cannot be read ({error}). A checkpoint needs its tokenizer.json."
             ) from error
+        self._template = read_template(folder)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """See Codec."""
+        if self._template is None:
+            raise ChatError("the model has no chat template. Set task.parameters.chat: false, or use a chat model.")
+        return self._template.render(messages)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text."""

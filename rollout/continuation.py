@@ -30,13 +30,16 @@ class Continuation:
     sampling: Sampling
 
 
-def next_request(prompt_ids: Sequence[int], partial: Sample | None, sampling: Sampling) -> Continuation:
+def next_request(
+    prompt_ids: Sequence[int], partial: Sample | None, sampling: Sampling, routes_start: int = 0
+) -> Continuation:
     """The request for the rest of a sample; without a partial, or an empty one, it is the request for all of it.
 
+    routes_start: first position whose routes are wanted at all.
     Raises ValueError if nothing is left to sample (see `is_complete`).
     """
     if partial is None or not len(partial.token_ids):
-        return Continuation(tuple(prompt_ids), 0, sampling)
+        return Continuation(tuple(prompt_ids), routes_start, sampling)
     if is_complete(partial, sampling):
         raise ValueError("the sample is complete, there is nothing to go on with")
     ids = (*prompt_ids, *partial.token_ids.tolist())

@@ -24,6 +24,9 @@ class RolloutBroker(Protocol):
     def fail(self, group_id: int, worker: str, reason: str, tokens: int = 0, final: bool = False) -> bool:
         """Give a group up; its prompt is issued again unless final."""
 
+    def drop(self, group_id: int, worker: str, tokens: int = 0) -> bool:
+        """The group has no gradient: it is filtered, and its prompt done with."""
+
     def renew(self, worker: str, group_ids: Sequence[int]) -> tuple[int, ...]:
         """Prolong leases; the ids that are still this worker's."""
 

@@ -62,6 +62,7 @@ class Draw:
     slots: list[Slot] = field(default_factory=list)
     tokens_lost: int = 0
     last_error: str = ""
+    routes_start: int = 0  # first position whose routes are wanted: a turn of an episode has those before it
 
     @property
     def open(self) -> list[Slot]:
@@ -147,7 +148,7 @@ async def _round(draw: Draw, pool: EnginePool, engine: EngineRecord) -> bool:
 
 async def _request(draw: Draw, client: EngineClient, batch: Sequence[Slot]) -> bool:
     """Send one request and put its answers where they belong; False if the engine could not be reached."""
-    ask = next_request(draw.prompt_ids, batch[0].partial, draw.sampling)
+    ask = next_request(draw.prompt_ids, batch[0].partial, draw.sampling, draw.routes_start)
     began = time.monotonic()
     try:
         answers = await client.generate(ask.prompt_ids, len(batch), ask.sampling, routes_start=ask.routes_start)

@@ -23,7 +23,7 @@ import structlog
 
 from broker.errors import BrokerError
 from broker.logs import configure_logs
-from broker.types import EngineRecord, Group, InvalidTrajectory, Refused, Ticket, check_group
+from broker.types import EngineRecord, Group, InvalidTrajectory, Refused, Ticket, Trajectory, check_group
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
@@ -33,10 +33,15 @@ from rollout.codec import Codec, FileCodec
 from rollout.connect import connect_broker
 from rollout.counters import Counters
 from rollout.engines import EnginePool
+from rollout.environments.play import play_group
+from rollout.environments.types import EnvironmentTask
 from rollout.ports import RolloutBroker
-from rollout.rewards import rewarded
+from rollout.rewards import Judge, ThreadJudge, make_judge, rewarded
+from rollout.rewards.pool import PoolLimits, child_environment
+from rollout.rewards.shaping import Shaping, all_equal
 from rollout.sampling import Draw, NoEngine, Unanswerable, draw_group
 from rollout.tasks import Prompt, Task, make_task
+from rollout.tasks.prepare import encode_prompt, try_prompt
 from rollout.threads import in_thread
 
 LOG = structlog.get_logger()
@@ -72,10 +77,17 @@ class Worker:
         codec: Codec,
         checkpoint: Checkpoint,
         connect: Callable[[str], EngineClient],
+        judge: Judge | None = None,
     ) -> None:
-        """name: unique in the run, it holds the leases. connect: base URL -> client of an engine."""
+        """name: unique in the run, it holds the leases. connect: base URL -> client of an engine.
+
+        judge: computes the rewards; None: threads.
+        """
         self.name, self.config, self.counters = name, config, Counters()
         self._broker, self._task, self._codec = broker, task, codec
+        self._judge = judge or ThreadJudge(task, config.rollout.reward_timeout_s)
+        self._shaping = Shaping.of(config.task.shaping, config.rollout.max_new_tokens)
+        self._context = checkpoint.context
         self._broker_s = 3 * config.redis.timeout_s
         self._sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, checkpoint.stop_ids)
         self._pool = EnginePool(broker, connect, self._broker_s)
@@ -99,6 +111,7 @@ class Worker:
                 task.cancel()
             await asyncio.wait({work, told, heart}, timeout=1.0)
             await self._hand_back()
+            await self._judge.close()
             await self._pool.close()
 
     # --- admission
@@ -169,17 +182,7 @@ class Worker:
         try:
             prompt, prompt_ids = self._prompt(ticket.prompt_index)
             draw = Draw(prompt_ids, self._sampling, rollout.generation_tries, ticket.engine_version, self.counters)
-            patience_s = self.config.lag.straggler_wait_s
-            await draw_group(draw, rollout.samples_per_prompt, self._pool, engine.engine_id, patience_s)
-            trajectories = await rewarded(
-                self._task,
-                prompt,
-                prompt_ids,
-                draw.samples,
-                codec=self._codec,
-                timeout_s=rollout.reward_timeout_s,
-                counters=self.counters,
-            )
+            trajectories = await self._trajectories(prompt, draw, engine.engine_id)
             if len(trajectories) < rollout.min_samples:
                 why = f"{len(trajectories)} of {rollout.samples_per_prompt} samples, {rollout.min_samples} needed"
                 await self._fail(ticket, f"{why}; {draw.last_error or 'no reward'}", draw.tokens)
@@ -197,6 +200,10 @@ class Worker:
                 trajectories=trajectories,
             )
             check_group(group)
+            if self.config.task.drop_equal_groups and all_equal([t.reward for t in trajectories]):
+                self.counters.add("groups_dropped_equal")
+                await self._again(partial(self._broker.drop, ticket.group_id, self.name, tokens=group.response_tokens))
+                return
             await self._submit(group)
         except NoEngine as error:
             LOG.warning("group handed back", group=ticket.group_id, reason=str(error))
@@ -206,10 +213,42 @@ class Worker:
         except InvalidTrajectory as error:
             await self._fail(ticket, str(error), draw.tokens if draw else 0)
 
+    async def _trajectories(self, prompt: Prompt, draw: Draw, engine_id: str) -> tuple[Trajectory, ...]:
+        """Samples with their rewards, of one turn each or of the task's environment."""
+        rollout, patience_s = self.config.rollout, self.config.lag.straggler_wait_s
+        if isinstance(self._task, EnvironmentTask):
+            return await play_group(
+                self._task,
+                prompt,
+                draw.prompt_ids,
+                rollout.samples_per_prompt,
+                pool=self._pool,
+                engine_id=engine_id,
+                at_least=draw.at_least,
+                sampling=self._sampling,
+                tries=rollout.generation_tries,
+                context=self._context,
+                patience_s=patience_s,
+                step_s=rollout.reward_timeout_s,
+                codec=self._codec,
+                counters=self.counters,
+            )
+        await draw_group(draw, rollout.samples_per_prompt, self._pool, engine_id, patience_s)
+        return await rewarded(
+            self._judge,
+            prompt,
+            draw.prompt_ids,
+            draw.samples,
+            codec=self._codec,
+            counters=self.counters,
+            shaping=self._shaping,
+            name=self._task.name,
+        )
+
     def _prompt(self, index: int) -> tuple[Prompt, tuple[int, ...]]:
         try:
             prompt = self._task.prompt(index)
-            ids = prompt.ids or self._codec.encode(prompt.text)
+            ids = encode_prompt(prompt, self._codec)
         except Exception as error:  # a task's code may fail in any way; it must not take the worker with it
             raise BadPrompt(f"prompt {index} of {self._task.name}: {type(error).__name__}: {error}") from error
         return prompt, tuple(ids)
@@ -338,9 +377,11 @@ def worker_parts(config: RunConfig) -> Parts:
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the model's "
             f"context of {checkpoint.context}. Lower it."
         )
+    task, codec = make_task(config.task.name, config.run.seed, config.task.parameters), FileCodec(config.model.path)
+    try_prompt(task, codec)
     return Parts(
-        task=make_task(config.task.name, config.run.seed, config.task.parameters),
-        codec=FileCodec(config.model.path),
+        task=task,
+        codec=codec,
         checkpoint=checkpoint,
         password=read_secret(REDIS_PASSWORD),
         key=read_secret(ENGINE_API_KEY),
@@ -368,6 +409,15 @@ async def _serve(config: RunConfig, index: int, parts: Parts) -> int:
         codec=parts.codec,
         checkpoint=parts.checkpoint,
         connect=connect,
+        judge=make_judge(
+            parts.task,
+            seed=config.run.seed,
+            parameters=config.task.parameters,
+            limits=PoolLimits(
+                config.rollout.reward_processes, config.rollout.reward_timeout_s, config.rollout.reward_memory_mb
+            ),
+            environment=child_environment(os.environ),
+        ),
     )
     await worker.run(stop)
     LOG.info("worker ends", **worker.counters.totals())

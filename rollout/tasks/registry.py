@@ -7,6 +7,8 @@ restart, gives the same prompt for an index. Built-in names win over those of in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -15,7 +17,38 @@ from rollout.tasks.digits import Copy, MaxDigit, Reverse
 from rollout.tasks.types import Task
 
 ENTRY_POINTS = "lagrange.tasks"
-BUILT_IN: Mapping[str, Callable[..., Task]] = {"max-digit": MaxDigit, "reverse": Reverse, "copy": Copy}
+
+
+def _lazy(module: str, attribute: str, /, **fixed: Any) -> Callable[..., Task]:
+    """A factory whose module is imported when it is used: most runs need one task."""
+
+    def make(**parameters: Any) -> Task:
+        factory: Callable[..., Task] = getattr(import_module(module), attribute)
+        return partial(factory, **fixed)(**parameters)
+
+    return make
+
+
+DATA_SET = "rollout.tasks.data_set"
+BUILT_IN: Mapping[str, Callable[..., Task]] = {
+    "max-digit": MaxDigit,
+    "reverse": Reverse,
+    "copy": Copy,
+    "math-jsonl": _lazy(DATA_SET, "Mathematics"),
+    # As published; `path` names the file. Their fields are found by themselves (rollout/tasks/source.py).
+    "dapo-math-17k": _lazy(DATA_SET, "Mathematics", name="dapo-math-17k", instruction=""),
+    "gsm8k": _lazy(DATA_SET, "Mathematics", name="gsm8k"),
+    "math": _lazy(DATA_SET, "Mathematics", name="math"),
+    "aime24": _lazy(DATA_SET, "Mathematics", name="aime24"),
+    "choice-jsonl": _lazy(DATA_SET, "MultipleChoice"),
+    "exact-jsonl": _lazy(DATA_SET, "Exact"),
+    "function-jsonl": _lazy(DATA_SET, "Function"),
+    "code-jsonl": _lazy(DATA_SET, "Programs"),
+    "service-jsonl": _lazy(DATA_SET, "ServiceTask"),
+    "reasoning-gym": _lazy("rollout.tasks.reasoning", "ReasoningGym"),
+    "guess-number": _lazy("rollout.environments.games", "GuessNumber"),
+    "calculator": _lazy("rollout.environments.games", "Calculator"),
+}
 
 
 def task_names() -> tuple[str, ...]:

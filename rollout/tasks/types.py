@@ -1,25 +1,34 @@
 """What a task gives and gets. Without I/O.
 
-Invariant: a prompt has exactly one of text and ids.
+Invariant: a prompt has exactly one of text, ids and messages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. text: for the model's tokenizer; ids: tokens as they are. metadata: for the reward."""
+    """One prompt. text: for the model's tokenizer; ids: tokens as they are; messages: for its chat template.
+
+    metadata: for the reward; plain data (numbers, strings, lists, dicts) if the task is `isolated`. source: the data
+    set it comes from, which names its metrics.
+    """
 
     text: str = ""
     ids: tuple[int, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+    source: str = ""
 
     def __post_init__(self) -> None:
-        if bool(self.text) == bool(self.ids):
-            raise ValueError("a prompt needs exactly one of text and ids")
+        if bool(self.text) + bool(self.ids) + bool(self.messages) != 1:
+            raise ValueError("a prompt needs exactly one of text and ids (or messages)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,12 @@ class Response:
 
 @runtime_checkable
 class Task(Protocol):
-    """Where prompts come from and how responses are rewarded."""
+    """Where prompts come from and how responses are rewarded.
+
+    A task may also have `isolated = True`: its rewards are then computed in processes of their own, which are killed
+    when they take too long or too much memory (docs/rewards.md). And `environment`, for several turns
+    (rollout/environments), or `service`, if its rewards come from an HTTP service (rollout/rewards/service.py).
+    """
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""From samples to trajectories: the task's reward, under a time limit.
+"""From samples to trajectories: the judge's reward, shaped as configured.
 
 Invariant: a reward that is late, raises or is not a finite number costs its own sample, nothing else, and is counted.
 """
@@ -6,7 +6,6 @@ Invariant: a reward that is late, raises or is not a finite number costs its own
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,28 +15,31 @@ from broker.types import Trajectory
 from rollout.client import Sample
 from rollout.codec import Codec
 from rollout.counters import Counters
-from rollout.tasks import Prompt, Response, Task
-from rollout.threads import in_thread
+from rollout.rewards.judge import Judge, RewardFailed, RewardTimeout
+from rollout.rewards.shaping import Shaping
+from rollout.tasks import Prompt, Response
 
 LOG = structlog.get_logger()
 
 
 async def rewarded(
-    task: Task,
+    judge: Judge,
     prompt: Prompt,
     prompt_ids: Sequence[int],
     samples: Sequence[Sample],
     *,
     codec: Codec,
-    timeout_s: float,
     counters: Counters,
+    shaping: Shaping | None = None,
+    name: str = "",
 ) -> tuple[Trajectory, ...]:
-    """The trajectories of those samples that got a reward. timeout_s: longest time for one reward, in seconds."""
+    """The trajectories of those samples that got a reward. name: of the task, for the log."""
+    shape = shaping or Shaping()
     responses = [
         Response(text=codec.decode(s.token_ids.tolist()), ids=tuple(s.token_ids.tolist()), finish=s.finish)
         for s in samples
     ]
-    rewards = await asyncio.gather(*(_reward(task, prompt, response, timeout_s, counters) for response in responses))
+    rewards = await asyncio.gather(*(_reward(judge, prompt, one, shape, counters, name) for one in responses))
     return tuple(
         _trajectory(prompt_ids, sample, reward)
         for sample, reward in zip(samples, rewards, strict=True)
@@ -45,20 +47,21 @@ async def rewarded(
     )
 
 
-async def _reward(task: Task, prompt: Prompt, response: Response, timeout_s: float, counters: Counters) -> float | None:
+async def _reward(
+    judge: Judge, prompt: Prompt, response: Response, shape: Shaping, counters: Counters, name: str
+) -> float | None:
     try:
-        reward = float(await in_thread(lambda: task.reward(prompt, response), timeout_s))
-        if math.isfinite(reward):
-            return reward
-        problem = f"the reward is {reward}"
-    except TimeoutError:
-        problem = f"no reward within {timeout_s:g} s"
-        counters.add("reward_timeouts")
-    except Exception as error:  # a task's code may fail in any way; it must not take the worker with it
-        problem = f"{type(error).__name__}: {error}"
-    counters.add("reward_failures")
-    LOG.warning("a sample got no reward", task=task.name, problem=problem)
-    return None
+        reward = await judge.reward(prompt, response)
+    except RewardFailed as error:
+        if isinstance(error, RewardTimeout):
+            counters.add("reward_timeouts")
+        counters.add("reward_failures")
+        LOG.warning("a sample got no reward", task=name, problem=str(error)[:300])
+        return None
+    if prompt.source:  # the mean reward of a source is the first over the second
+        counters.add(f"source_{prompt.source}_reward", reward)
+        counters.add(f"source_{prompt.source}_samples")
+    return shape.shaped(reward, response)
 
 
 def _trajectory(prompt_ids: Sequence[int], sample: Sample, reward: float) -> Trajectory:

@@ -1,0 +1,26 @@
+"""A reward that does what it is told, for tests of the pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+
+def score(text: str, _answer: str, _metadata: dict[str, object]) -> float:
+    if text == "hang":
+        time.sleep(3600)
+    if text == "busy":
+        while True:
+            pass
+    if text == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if text == "exit":
+        os._exit(0)
+    if text == "memory":
+        return float(len(bytearray(8 << 30)))
+    if text == "raise":
+        raise ZeroDivisionError("on purpose")
+    if text == "print":
+        print("x" * 100_000)  # noqa: T201
+    return float(text) if text != "print" else 1.0
