@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,3 +127,18 @@ class Run:
         seen = self.broker.snapshot()
         assert seen.groups.closes, seen.groups
         assert seen.tokens.closes, seen.tokens
+
+
+def reason(answer: object) -> str:
+    """Why the broker refused; it must have."""
+    assert isinstance(answer, Refused), answer
+    assert answer.detail
+    return answer.reason
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Poll until the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not within the deadline"
+        time.sleep(0.005)

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,6 +26,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from broker import scripts
+from broker import snapshot as view
 from broker.errors import Fenced
 from broker.queue import Broker
 from broker.server import EmbeddedServer
@@ -48,43 +51,92 @@ class Checkpoint:
     history: tuple[tuple[int, int], ...]
 
 
+REACHED = (
+    "attachments",
+    "dead_letters",
+    "dead_letters_requeued",
+    "groups_failed",
+    "groups_rejected",
+    "groups_released",
+    "groups_returned",
+    "groups_rolled_back",
+    "leases_expired",
+    "prompts_reissued",
+    "prompts_restored",
+    "pulls_starved",
+    "pulls_straggler",
+    "refused_bound",
+    "refused_finished",
+    "stale_at_attach",
+    "stale_at_pull",
+    "stale_at_submit",
+    "stragglers_left_behind",
+    "submissions_closed",
+)
 NOTHING = Checkpoint(0, -1, (), None, ())
 
 
 class Protocol(RuleBasedStateMachine):
-    """Workers w1 and w2, engines e1 and e2, one trainer that may crash, a clock that jumps by 0.6 hours."""
+    """Workers w1 and w2, engines e1 and e2, one trainer that may crash, a clock that jumps.
 
-    url = ""
+    Sizes are small, and rules do several commands at once, so that 20 of them get to the end of a run, to expired
+    leases, stragglers and rollbacks; `reached` counts that they do.
+    """
+
+    broker: ClassVar[Broker]
+    folder: ClassVar[Path]
+    reached: ClassVar[Counter[str]]
 
     def __init__(self) -> None:
         super().__init__()
-        self.broker = Broker.connect(self.url, RUN, timeout_s=5)
         self.redis = self.broker._connection.client
 
     def teardown(self) -> None:
-        self.broker.close()
+        if hasattr(self, "model"):
+            self.note_what_was_reached()
+            for path in self.files():
+                path.unlink()
+
+    def note_what_was_reached(self) -> None:
+        counters = self.broker.snapshot().counters
+        self.reached.update(name for name in REACHED if counters.get(name))
 
     @initialize(
-        groups_per_step=st.integers(1, 3),
+        groups_per_step=st.integers(1, 2),
         max_lag=st.integers(0, 3),
-        tries=st.integers(1, 2),
-        retention=st.sampled_from(["payload", "prompt"]),
-        rounds=st.lists(st.sampled_from(["work", "save", "save and commit"]), min_size=1, max_size=5),
+        steps=st.sampled_from([2, 3, 6]),
+        tries=st.integers(0, 1),
+        retention=st.sampled_from(["payload", "payload", "prompt"]),
+        payloads=st.sampled_from(["redis", "redis", "folder"]),
+        rounds=st.lists(st.sampled_from(["work", "save", "save and commit"]), max_size=3),
     )
-    def begin(self, groups_per_step: int, max_lag: int, tries: int, retention: str, rounds: list[str]) -> None:
+    def begin(
+        self,
+        groups_per_step: int,
+        max_lag: int,
+        steps: int,
+        tries: int,
+        retention: str,
+        payloads: str,
+        rounds: list[str],
+    ) -> None:
         self.config = small_config(
             Path(tempfile.gettempdir()),
             **{
-                "run.steps": 12,
+                "run.steps": steps,
                 "lag.max": max_lag,
                 "lag.straggler_wait_s": 1.5 * HOUR / 1000,
                 "rollout.lease_s": HOUR / 1000,
-                "rollout.group_tries": tries,
+                "rollout.group_tries": max(1, tries),
                 "trainer.groups_per_step": groups_per_step,
                 "trainer.retention": retention,
+                "redis.payloads": payloads,
+                "redis.payload_folder": str(self.folder),
             },
         )
-        self.settings = Settings(groups_per_step, max_lag, 12, tries, retention, HOUR, HOUR * 3 // 2)
+        self.tries = tries
+        self.broker._chosen = None
+        self.settings = Settings(groups_per_step, max_lag, steps, tries, retention, HOUR, HOUR * 3 // 2)
         self.old_epochs: list[int] = []
         self.checkpoints = [NOTHING]
         self.tickets: list[tuple[str, Ticket]] = []
@@ -93,7 +145,7 @@ class Protocol(RuleBasedStateMachine):
         self.publish()
         self.update_engine("e1")
         for what in rounds:
-            self.a_stretch_of_undisturbed_work(6, True, True, 0)
+            self.work(6, True, True, 0)
             if what != "work":
                 self.save()
             if what == "save and commit":
@@ -103,6 +155,7 @@ class Protocol(RuleBasedStateMachine):
         """An empty server, and a model of it."""
         self.redis.flushall()
         self.broker.initialise(self.config)
+        self.redis.hset(self.broker._keys.policy, "group_tries", self.tries)  # the configuration has at least 1
         self.model = Model(self.settings)
         self.leased: list[int] = []
 
@@ -148,7 +201,8 @@ class Protocol(RuleBasedStateMachine):
             answer = self.broker.submit(group)
             expected = self.model.submit(ticket.group_id, worker, version, 2 * response)
             assert (answer.reason if isinstance(answer, Refused) else answer) == expected
-            assert isinstance(again := self.broker.submit(group), Refused) == (expected != "accepted"), again
+            if pick == 0:
+                assert isinstance(again := self.broker.submit(group), Refused) == (expected != "accepted"), again
 
     @precondition(lambda self: self.tickets)
     @rule(
@@ -170,10 +224,21 @@ class Protocol(RuleBasedStateMachine):
         ids = [t.group_id for _, t in self.tickets[-8:]]
         assert self.broker.renew(worker, ids) == self.model.renew(worker, ids)
 
+    @rule(tenths=st.sampled_from([6, 11]))
+    def time_passes(self, tenths: int) -> None:
+        self.redis.hincrby(self.broker._keys.policy, "clock_shift_ms", HOUR * tenths // 10)
+        self.model.now += HOUR * tenths // 10
+
+    @precondition(lambda self: not self.leased and self.model.of("generating"))
     @rule()
-    def time_passes(self) -> None:
-        self.redis.hincrby(self.broker._keys.policy, "clock_shift_ms", HOUR * 6 // 10)
-        self.model.now += HOUR * 6 // 10
+    def patience_with_stragglers_ends(self) -> None:
+        """Workers keep their leases while the trainer polls until it does not wait any longer."""
+        for _ in range(4):
+            if not self.leased:
+                self.pull()
+            for worker in WORKERS:
+                self.renew(worker)
+            self.time_passes(6)
 
     # --- trainer ------------------------------------------------------------------------------------------------------
 
@@ -259,24 +324,49 @@ class Protocol(RuleBasedStateMachine):
                 act(self.old_epochs[-1])
 
     @rule(groups=st.integers(1, 6), newest=st.booleans(), step=st.booleans(), leave=st.integers(0, 2))
-    def a_stretch_of_undisturbed_work(self, groups: int, newest: bool, step: bool, leave: int) -> None:
-        """Without it, schedules of single commands seldom get far enough for the interesting crashes."""
+    def work(self, groups: int, newest: bool, step: bool, leave: int) -> None:
+        """Undisturbed work in batches, but for the first `leave` groups, which go on being generated."""
         if newest:
             self.publish()
             self.update_engine("e1")
-        for _ in range(groups):
-            self.admit("w1", "e1", 1)
+        answer, wanted = self.broker.admit_many("w1", "e1", groups), []
+        while len(wanted) < groups and isinstance(expected := self.model.admit("e1"), tuple):
+            wanted.append(expected)
+            self.model.admitted(-len(wanted), "w1", *expected)  # its id comes below
+        if isinstance(answer, Refused):
+            assert not wanted
+            assert answer.reason == expected
+        else:
+            assert [(a.prompt_index, a.attempt, a.engine_version) for a in answer] == wanted
+            for serial, ticket in enumerate(answer, start=1):
+                self.model.groups[ticket.group_id] = self.model.groups.pop(-serial)
+                self.tickets.append(("w1", ticket))
         held = self.model.of("generating")
-        mine = [t for w, t in self.tickets if t.group_id in held and held[t.group_id].worker == w == "w1"]
-        for ticket in mine[leave:]:
-            version = ticket.engine_version
-            answer = self.broker.submit(finished(ticket, RUN, version, worker="w1"))
-            expected = self.model.submit(ticket.group_id, "w1", version, 8)
-            assert (answer.reason if isinstance(answer, Refused) else answer) == expected
+        mine = [t for w, t in self.tickets if t.group_id in held and held[t.group_id].worker == w == "w1"][leave:]
+        answers = self.broker.submit_many([finished(t, RUN, t.engine_version, worker="w1") for t in mine])
+        for ticket, one in zip(mine, answers, strict=True):
+            expects = self.model.submit(ticket.group_id, "w1", ticket.engine_version, 8)
+            assert (one.reason if isinstance(one, Refused) else one) == expects
         if not self.leased:
             self.pull()
         if step and self.leased:
             self.step([False, True, False], False)
+
+    @rule(groups=st.integers(3, 6), leave=st.integers(0, 2))
+    def work_on(self, groups: int, leave: int) -> None:
+        """The same, chosen more often than other rules."""
+        self.work(groups, True, True, leave)
+
+    @rule(save=st.booleans(), commit=st.booleans(), back=st.integers(1, 2))
+    def work_and_crash(self, save: bool, commit: bool, back: int) -> None:
+        """Steps after a checkpoint, then a rollback."""
+        if not self.leased and save:
+            self.save()
+        if commit:
+            self.commit()
+        self.work(4, True, True, 0)
+        self.work(2, False, False, 1)
+        self.crash_of_the_trainer(back)
 
     # --- others -------------------------------------------------------------------------------------------------------
 
@@ -316,7 +406,17 @@ class Protocol(RuleBasedStateMachine):
     def redis_agrees_with_the_model(self) -> None:
         if not hasattr(self, "model"):
             return
-        m, seen = self.model, self.broker.snapshot()
+        m, keys = self.model, self.broker._keys
+        answer, opened, reissue, freed, found = self.broker._connection.commands(
+            [
+                ("EVALSHA", scripts.digest("snapshot"), 1, keys.policy, 0),
+                ("ZRANGE", keys.named("open"), 0, -1),
+                ("ZRANGE", keys.named("reissue"), 0, -1),
+                ("LRANGE", keys.named("freed"), 0, -1),
+                ("KEYS", keys.named("[ps]*:*").replace("{", "\\{")),
+            ]
+        )
+        seen = view.parse(decoded(answer))
         assert seen.groups == m.tally(tokens=False)
         assert seen.tokens == m.tally(tokens=True)
         assert seen.groups.closes
@@ -325,13 +425,14 @@ class Protocol(RuleBasedStateMachine):
         assert (seen.step, seen.durable_step, seen.max_lag) == (m.step_number, m.durable_step, m.max_lag)
         assert seen.ready_by_version == m.ready_by_version()
         assert seen.trained_by_lag == m.trained_by_lag()
-        assert (seen.dead_letters, bool(seen.payload_bytes)) == (len(m.dead), self._payloads() > 0)
-
-        def prompts(name: str) -> set[int]:
-            return {int(p) for p in self.redis.zrange(self.broker._keys.named(name), 0, -1)}
-
-        assert prompts("open") == m.open
-        assert prompts("reissue") == set(m.reissue)
+        assert {int(p) for p in opened} == m.open
+        assert {int(p) for p in reissue} == set(m.reissue)
+        assert not [name for name in found if b":staged:" in name]
+        lying = {path.name for path in self.files()} - {name.decode() for name in freed}
+        payloads = sum(b":payload:" in name for name in found) + len(lying)
+        states = ("ready", "leased", "trained", "filtered")
+        assert payloads == sum(g.payload for g in m.of(*states).values()), "a payload is orphaned or missing"
+        assert (seen.dead_letters, bool(seen.payload_bytes)) == (len(m.dead), payloads > 0)
 
     @invariant()
     def nothing_is_trained_twice_or_lost(self) -> None:
@@ -343,34 +444,52 @@ class Protocol(RuleBasedStateMachine):
         known = set(prompts) | self.model.open | self.model.dead | getattr(self, "lost_dead", set())
         assert set(range(self.model.next_prompt)) <= known, "a prompt was lost"
 
-    @invariant()
-    def no_payload_is_orphaned(self) -> None:
-        if hasattr(self, "model"):
-            states = ("ready", "leased", "trained", "filtered")
-            assert self._payloads() == sum(g.payload for g in self.model.of(*states).values())
+    def files(self) -> list[Path]:
+        """Payloads in the folder, if this schedule uses it."""
+        folder = self.folder / RUN
+        return list(folder.iterdir()) if folder.is_dir() else []
 
-    def _payloads(self) -> int:
-        found = self.redis.keys(self.broker._keys.named("*").replace("[", "\\["))
-        assert not [k for k in found if b":staged:" in k]
-        return sum(b":payload:" in k for k in found)
+
+def decoded(item: Any) -> Any:
+    if isinstance(item, list):
+        return [decoded(part) for part in item]
+    return item.decode() if isinstance(item, bytes) else item
 
 
 @contextmanager
-def on(server: EmbeddedServer) -> Iterator[None]:
-    Protocol.url = server.url
-    yield
+def on(server: EmbeddedServer, folder: Path) -> Iterator[type[Protocol]]:
+    """The machine on a server, with all transitions loaded."""
+    Protocol.broker = Broker.connect(server.url, RUN, timeout_s=30)
+    Protocol.folder = folder
+    Protocol.reached = Counter()
+    for name in scripts.names():
+        Protocol.broker._connection.client.script_load(scripts.script(name))
+    try:
+        yield Protocol
+    finally:
+        Protocol.broker.close()
 
 
-@pytest.mark.timeout(300)
-def test_any_schedule_of_commands_and_crashes_keeps_the_guarantees(redis_server: EmbeddedServer) -> None:
-    with on(redis_server):
-        run_state_machine_as_test(
-            Protocol,
-            settings=settings(
-                max_examples=40,
-                stateful_step_count=30,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-                print_blob=True,
-            ),
-        )
+def schedules(count: int, *phases: Phase) -> settings:
+    """count: how many; phases: none for all but the replay of old failures."""
+    return settings(
+        max_examples=count,
+        stateful_step_count=20,
+        deadline=None,
+        database=None,
+        phases=phases or (Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [1000, pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
+def test_any_schedule_of_commands_and_crashes_keeps_the_guarantees(
+    redis_server: EmbeddedServer, tmp_path: Path, count: int
+) -> None:
+    with on(redis_server, tmp_path) as machine:
+        run_state_machine_as_test(machine, settings=schedules(count))
+        missed = {name: machine.reached[name] for name in REACHED if machine.reached[name] < count / 500}
+        assert not missed, f"the schedules do not get to {missed}"

@@ -1,0 +1,91 @@
+"""What an operation costs on the server with few and with many groups queued.
+
+    python -m benchmarks.broker.scale [--groups 1000 10000 100000]      (1000000 takes minutes and about 1.5 GB)
+
+Groups of 400 bytes wait in the queue; then admission, submission, pull, step, commit and a snapshot are timed by the
+server itself (the usec of INFO commandstats), so that the client's noise stays out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from broker.queue import Broker
+from broker.server import EmbeddedServer
+from broker.types import Outcome, Refused
+from tests.broker.helpers import ENGINE, WORKER, Run, finished
+from tests.conftest import RUN, small_config
+
+BATCH, TIMES = 16, 20
+
+
+def server_us(broker: Broker) -> float:
+    """Microseconds that EVALSHA took since the last reset."""
+    return float(broker._connection.client.info("commandstats")["cmdstat_evalsha"]["usec"])
+
+
+def fill(broker: Broker, run: Run, groups: int) -> None:
+    """Submit until `groups` are ready."""
+    missing = groups - broker.snapshot().groups.ready
+    while missing > 0:
+        tickets = broker.admit_many(WORKER, ENGINE, min(500, missing))
+        assert not isinstance(tickets, Refused), tickets
+        broker.submit_many([finished(ticket, RUN) for ticket in tickets])
+        missing -= len(tickets)
+
+
+def measure(broker: Broker, run: Run) -> dict[str, float]:
+    """Microseconds of the server: of a snapshot, and for each group of the other transitions in batches of 16."""
+    client, sums = (
+        broker._connection.client,
+        dict.fromkeys(("admit", "submit", "pull", "step", "commit", "snapshot"), 0.0),
+    )
+
+    def timed(name: str, action: Any) -> Any:
+        client.config_resetstat()
+        answer = action()
+        sums[name] += server_us(broker) / (1 if name == "snapshot" else BATCH) / TIMES
+        return answer
+
+    for _ in range(TIMES):
+        tickets = timed("admit", lambda: broker.admit_many(WORKER, ENGINE, BATCH))
+        groups = [finished(ticket, RUN) for ticket in tickets]
+        timed("submit", lambda of=groups: broker.submit_many(of))
+        batch = timed("pull", lambda: broker.pull(run.epoch, run.version, BATCH))
+        outcomes = [Outcome(d.group_id) for d in batch]
+        timed("step", lambda of=outcomes: broker.step(run.epoch, run.version, of, {}, {}))
+        run.version += 1
+        timed("commit", lambda: broker.commit(run.epoch, run.version))
+        timed("snapshot", broker.snapshot)
+    return {name: round(us, 1) for name, us in sums.items()}
+
+
+def main() -> None:
+    """Print one JSON object: groups queued -> microseconds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, nargs="+", default=[1000, 10_000, 100_000])
+    options, out = parser.parse_args(), {}
+    with EmbeddedServer(Path(tempfile.mkdtemp()), password="", append_only=False, max_memory_mb=4096) as server:
+        broker = Broker.connect(server.url, RUN, timeout_s=60)
+        broker.initialise(
+            small_config(
+                Path(tempfile.gettempdir()),
+                **{"trainer.groups_per_step": BATCH, "redis.max_memory_mb": 4096, "run.steps": 10**9},
+            )
+        )
+        broker.set_max_lag(10**9)
+        run = Run(broker).start()
+        for groups in sorted(options.groups):
+            fill(broker, run, groups)
+            out[str(groups)] = measure(broker, run)
+        broker.close()
+    sys.stdout.write(json.dumps(out, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Payloads through the broker against the raw server, as ratios of one run: rate and CPU time per message.
+
+    python -m benchmarks.broker.throughput [--rounds 3] [--messages 40]
+
+One producer process, one consumer process, one embedded server, TCP on loopback. Every round measures all ways one
+after the other; a figure is the median over the rounds. The broker does the whole protocol for each message: admission,
+submission, pull, fetch with checksum, step and commit; raw ways move the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import redis
+
+from broker import wire
+from broker.queue import Broker
+from broker.server import EmbeddedServer
+from broker.types import EngineRecord, EngineState, Group, Outcome, Refused, Trajectory, VersionRecord, VersionRun
+from tests.conftest import RUN, small_config
+
+CONTEXT = multiprocessing.get_context("fork")
+ENGINE, WORKER = "engine", "worker"
+LARGE, SMALL = (8192, (48, 8), 4), (1000, None, 16)  # tokens, layers x top-k, batch
+
+
+def trajectory(tokens: int, routing: tuple[int, int] | None) -> Trajectory:
+    """One sample: an eighth of it is the prompt; 8 B a token and one for each route."""
+    generator, prompt = np.random.default_rng(0), tokens // 8
+    response = tokens - prompt
+    return Trajectory(
+        generator.integers(0, 150_000, prompt, dtype=np.int32),
+        generator.integers(0, 150_000, response, dtype=np.int32),
+        -generator.random(response, dtype=np.float32),
+        np.ones(response, np.bool_),
+        (VersionRun(0, response, 0),),
+        1.0,
+        "stop",
+        None if routing is None else generator.integers(0, 128, (tokens - 1, *routing)).astype(np.uint8),
+    )
+
+
+def group(ticket_id: int, prompt: int, sample: Trajectory) -> Group:
+    return Group(RUN, ticket_id, prompt, 0, "benchmark", WORKER, ENGINE, 1, 0.0, (sample,))
+
+
+def broker_producer(url: str, sample: Trajectory, batch: int, messages: int) -> None:
+    broker, sent = Broker.connect(url, RUN, timeout_s=60), 0
+    while sent < messages:
+        tickets = broker.admit_many(WORKER, ENGINE, min(batch, messages - sent))
+        if isinstance(tickets, Refused):
+            time.sleep(0.0005)
+            continue
+        answers = broker.submit_many([group(t.group_id, t.prompt_index, sample) for t in tickets])
+        assert all(answer == "accepted" for answer in answers), answers
+        sent += len(tickets)
+
+
+def broker_consumer(url: str, epoch: int, batch: int, messages: int) -> None:
+    broker, version, got = Broker.connect(url, RUN, timeout_s=60), 0, 0
+    while got < messages:
+        wanted = min(batch, messages - got)
+        deliveries = broker.pull(epoch, version, wanted)
+        if isinstance(deliveries, Refused):
+            time.sleep(0.0005)
+            continue
+        groups = broker.fetch([d.group_id for d in deliveries])
+        assert groups[0].trajectories[0].response_ids[0] >= 0
+        broker.step(epoch, version, [Outcome(g.group_id) for g in groups], {}, {})
+        broker.commit(epoch, version + 1)
+        version, got = version + 1, got + wanted
+
+
+def raw_producer(url: str, data: bytes, batch: int, messages: int) -> None:
+    client = redis.Redis.from_url(url)
+    for start in range(0, messages, batch):
+        names = [f"raw:{i}" for i in range(start, min(start + batch, messages))]
+        pipe = client.pipeline(transaction=False)
+        for name in names:
+            pipe.set(name, data)
+        pipe.rpush("names", *names)
+        pipe.execute()
+
+
+def raw_consumer(url: str, batch: int, messages: int) -> None:
+    client, got = redis.Redis.from_url(url), 0
+    while got < messages:
+        names: Any = client.lpop("names", batch)
+        if not names:
+            time.sleep(0.0005)
+            continue
+        pipe = client.pipeline(transaction=False)
+        for name in names:
+            pipe.get(name)
+        pipe.unlink(*names)
+        assert all(pipe.execute())
+        got += len(names)
+
+
+def stream_producer(url: str, data: bytes, batch: int, messages: int) -> None:
+    client = redis.Redis.from_url(url)
+    for start in range(0, messages, batch):
+        pipe = client.pipeline(transaction=False)
+        for _ in range(start, min(start + batch, messages)):
+            pipe.xadd("stream", {"data": data})
+        pipe.execute()
+
+
+def stream_consumer(url: str, batch: int, messages: int) -> None:
+    client, got = redis.Redis.from_url(url), 0
+    while got < messages:
+        found: Any = client.xreadgroup("group", "consumer", {"stream": ">"}, count=batch, block=1000)
+        for _, entries in found or ():
+            ids = [entry for entry, _ in entries]
+            pipe = client.pipeline(transaction=False)
+            pipe.xack("stream", "group", *ids)
+            pipe.xdel("stream", *ids)
+            pipe.execute()
+            got += len(ids)
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(
+    server: EmbeddedServer, messages: int, produce: Callable[[], None], consume: Callable[[], None]
+) -> dict[str, float]:
+    """Messages a second, and milliseconds of CPU per message of producer, consumer and server together."""
+    assert server.process is not None
+    before, children, begin = cpu_of(server.process.pid), os.times(), time.perf_counter()
+    both = [CONTEXT.Process(target=produce), CONTEXT.Process(target=consume)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(600)
+        assert process.exitcode == 0
+    wall, after = time.perf_counter() - begin, os.times()
+    clients = after.children_user + after.children_system - children.children_user - children.children_system
+    return {"rate": messages / wall, "cpu_ms": 1000 * (cpu_of(server.process.pid) - before + clients) / messages}
+
+
+def through_broker(server: EmbeddedServer, case: Any, messages: int, place: str) -> dict[str, float]:
+    tokens, routing, batch = case
+    sample = trajectory(tokens, routing)
+    broker = Broker.connect(server.url, RUN, timeout_s=60)
+    broker._connection.client.flushall()
+    folder = Path("/dev/shm/lagrange-benchmark")
+    payloads = {"redis.payloads": place, "redis.payload_folder": str(folder), "redis.max_memory_mb": 2048}
+    broker.initialise(
+        small_config(Path(tempfile.gettempdir()), **payloads, **{"run.steps": 10**6, "trainer.groups_per_step": batch})
+    )
+    broker.set_max_lag(10**6)
+    epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
+    broker.publish(epoch, VersionRecord(broker.name_version(epoch), 0, "path", "sum"))
+    broker.register_engine(EngineRecord(ENGINE, "http://engine", EngineState.SERVING, 0))
+    found = measure(
+        server,
+        messages,
+        lambda: broker_producer(server.url, sample, batch, messages),
+        lambda: broker_consumer(server.url, epoch, batch, messages),
+    )
+    assert broker.snapshot().groups.durable == messages
+    broker.close()
+    return found
+
+
+def raw(server: EmbeddedServer, case: Any, messages: int, stream: bool) -> dict[str, float]:
+    tokens, routing, batch = case
+    data = wire.encode(group(1, 1, trajectory(tokens, routing)))
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+        if stream:
+            client.xgroup_create("stream", "group", mkstream=True)
+    produce, consume = (stream_producer, stream_consumer) if stream else (raw_producer, raw_consumer)
+    return measure(
+        server,
+        messages,
+        lambda: produce(server.url, data, batch, messages),
+        lambda: consume(server.url, batch, messages),
+    )
+
+
+def main() -> None:
+    """Print one JSON object: each way's medians, then the ratios that the targets are about."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--messages", type=int, default=40, help="large ones in each round; 40 times as many small ones"
+    )
+    options = parser.parse_args()
+    large, small = options.messages, 40 * options.messages
+    rounds: list[dict[str, dict[str, float]]] = []
+    with EmbeddedServer(Path(tempfile.mkdtemp()), password="", append_only=False, max_memory_mb=2048) as server:
+        for _ in range(options.rounds):
+            rounds.append(
+                {
+                    "3.2 MB raw SET/GET": raw(server, LARGE, large, stream=False),
+                    "3.2 MB broker, Redis": through_broker(server, LARGE, large, "redis"),
+                    "3.2 MB broker, folder": through_broker(server, LARGE, large, "folder"),
+                    "8 KB raw stream": raw(server, SMALL, small, stream=True),
+                    "8 KB broker, Redis": through_broker(server, SMALL, small, "redis"),
+                }
+            )
+    medians = {
+        way: {unit: statistics.median(r[way][unit] for r in rounds) for unit in ("rate", "cpu_ms")} for way in rounds[0]
+    }
+    out: dict[str, Any] = {way: {u: round(x, 3) for u, x in figures.items()} for way, figures in medians.items()}
+    for name, over, under in (
+        ("3.2 MB: broker / raw (target 0.5)", "3.2 MB broker, Redis", "3.2 MB raw SET/GET"),
+        ("3.2 MB: folder / Redis (target 2)", "3.2 MB broker, folder", "3.2 MB broker, Redis"),
+        ("8 KB: broker / raw stream (target 0.6)", "8 KB broker, Redis", "8 KB raw stream"),
+    ):
+        rates = [r[over]["rate"] / r[under]["rate"] for r in rounds]
+        costs = [r[under]["cpu_ms"] / r[over]["cpu_ms"] for r in rounds]
+        out[name] = {"rate": round(statistics.median(rates), 3), "cpu": round(statistics.median(costs), 3)}
+    sys.stdout.write(json.dumps(out, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

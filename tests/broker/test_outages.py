@@ -1,0 +1,107 @@
+"""Redis gone, restarted, emptied, replaced, failed over: each ends in an error that says so, or goes on as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker.errors import BrokerUnavailable, Fenced, NotInitialised, VersionMismatch
+from broker.queue import Broker
+from broker.server import EmbeddedServer
+from broker.types import PromptCursor, Refused
+from tests.broker.helpers import ENGINE, WORKER, Run, finished, wait_for
+from tests.conftest import RUN, ConfigFactory
+
+
+def test_a_restart_without_aof_is_told_and_the_checkpoint_restores_step_version_and_prompts(
+    tmp_path: Path, make_config: ConfigFactory
+) -> None:
+    with EmbeddedServer(tmp_path / "redis", password="", append_only=False) as server:
+        broker = Broker.connect(server.url, RUN, timeout_s=20)
+        broker.initialise(make_config())
+        run = Run(broker).start()
+        batch = run.train()
+        (in_flight,) = run.ready(1)
+        server.kill()
+        server.start(30)
+        for act in (
+            lambda: broker.admit(WORKER, ENGINE),
+            lambda: broker.submit(finished(in_flight, RUN)),
+            lambda: broker.pull(run.epoch, run.version, 2),
+            broker.snapshot,
+        ):
+            with pytest.raises(NotInitialised, match="restart the trainer from its checkpoint"):
+                act()
+        broker.initialise(make_config())
+        with pytest.raises(Fenced):  # the trainer of before does not go on over an empty queue
+            broker.pull(run.epoch, run.version, 2)
+        state = broker.attach_trainer(
+            checkpoint_step=1,
+            checkpoint_version=1,
+            consumed=[d.group_id for d in batch],
+            cursor=PromptCursor(3, (2,)),
+        )
+        after = Run(broker, state.epoch, broker.name_version(state.epoch))
+        after.publish()
+        assert (state.step, after.version) == (1, 2)
+        late = broker.submit(finished(in_flight, RUN))  # its worker never heard of all that
+        assert isinstance(late, Refused)
+        assert late.reason == "closed"
+        again = after.admit()
+        assert again.prompt_index == 2
+        assert again.group_id > in_flight.group_id
+        assert state.epoch > run.epoch
+        after.assert_closed()
+        broker.close()
+
+
+def test_a_trainer_that_is_ahead_of_a_redis_that_lost_its_last_second_attaches_again(run: Run) -> None:
+    client, keys = run.broker._connection.client, run.broker._keys
+    run.ready(2)
+    batch = run.pull()
+    lost = {name: client.dump(name) for name in client.keys(keys.prefix.replace("{", "\\{") + "*")}
+    run.step(batch)
+    client.flushall()
+    for name, value in lost.items():  # what an AOF without its last second brings back
+        client.restore(name, 0, value)
+    with pytest.raises(VersionMismatch):
+        run.broker.pull(run.epoch, run.version, 2)
+    state = run.broker.attach_trainer(
+        checkpoint_step=1, checkpoint_version=1, consumed=[d.group_id for d in batch], cursor=PromptCursor(2, ())
+    )
+    seen = run.broker.snapshot()
+    assert (state.step, seen.groups.durable, seen.groups.ready) == (1, 2, 0)
+    run.assert_closed()
+
+
+def test_a_replica_takes_over_with_everything_that_was_acknowledged(tmp_path: Path, make_config: ConfigFactory) -> None:
+    with (
+        EmbeddedServer(tmp_path / "a", password="", append_only=False) as first,
+        EmbeddedServer(tmp_path / "b", password="", append_only=False) as second,
+    ):
+        broker = Broker.connect(first.url, RUN, timeout_s=20)
+        heir = Broker.connect(second.url, RUN, timeout_s=20)
+        heir._connection.client.config_set("repl-diskless-load", "swapdb")
+        broker._connection.client.config_set("repl-diskless-sync-delay", 0)
+        heir._connection.client.replicaof("127.0.0.1", str(first.port))
+        wait_for(lambda: heir._connection.client.info("replication")["master_link_status"] == "up")
+        broker.initialise(make_config())
+        run = Run(broker).start()
+        tickets = run.ready(2)
+        assert broker._connection.client.wait(1, 20_000) == 1
+        before = broker.snapshot().groups
+        first.kill()
+        quick = Broker(heir._connection, RUN)
+        heir._connection.timeout_s = 0.2
+        with pytest.raises(BrokerUnavailable):  # not a second truth: it refuses writes until it is promoted
+            quick.admit(WORKER, ENGINE)
+        heir._connection.timeout_s = 20
+        heir._connection.client.replicaof("NO", "ONE")
+        assert heir.snapshot().groups == before
+        after = Run(heir, run.epoch, run.version)
+        assert [d.group_id for d in after.pull()] == [t.group_id for t in tickets]
+        assert [g.group_id for g in heir.fetch([t.group_id for t in tickets])] == [t.group_id for t in tickets]
+        after.assert_closed()
+        broker.close()
+        heir.close()

@@ -1,0 +1,72 @@
+"""Engines, versions, snapshots and memory on a real Redis, one behaviour a test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from broker.queue import Broker
+from broker.types import (
+    EngineRecord,
+    EngineState,
+    LagCount,
+)
+from tests.broker.helpers import ENGINE, WORKER, Run, reason
+from tests.conftest import ConfigFactory
+
+
+def test_an_engine_is_updated_only_from_the_expected_state(broker: Broker) -> None:
+    record = EngineRecord("e", "http://e", EngineState.JOINING)
+    assert not broker.update_engine(record)
+    broker.register_engine(record)
+    assert not broker.update_engine(replace(record, state=EngineState.SERVING, version=3), EngineState.UPDATING)
+    assert broker.update_engine(replace(record, state=EngineState.SERVING, version=3), EngineState.JOINING)
+    (seen,) = broker.engines()
+    assert (seen.state, seen.version, seen.routable) == (EngineState.SERVING, 3, True)
+    assert seen.heartbeat_ms > 0
+    broker.remove_engine("e")
+    assert broker.engines() == ()
+
+
+def test_versions_are_listed_and_forgotten(run: Run) -> None:
+    run.train()
+    assert [v.version for v in run.broker.versions()] == [0, 1]
+    newest = run.broker.published()
+    assert newest is not None
+    assert newest.version == 1
+    assert newest.published_ms > 0
+    run.broker.forget_version(0)
+    assert [v.version for v in run.broker.versions()] == [1]
+
+
+def test_a_snapshot_shows_the_whole_run(run: Run) -> None:
+    run.train()
+    run.ready(2)
+    run.broker.heartbeat_worker(WORKER, {"groups": 3})
+    seen = run.broker.snapshot()
+    assert seen.run == run.broker.run_id
+    assert (seen.status, seen.version, seen.published, seen.step) == ("running", 1, 1, 1)
+    assert (seen.groups.issued, seen.groups.ready, seen.groups.trained) == (4, 2, 2)
+    assert seen.ready_by_version == {1: LagCount(2, 16)}
+    assert seen.oldest_ready_ms >= 0
+    assert 0 <= seen.mean_ready_ms <= seen.oldest_ready_ms
+    assert seen.workers[WORKER]["groups"] == 3
+    assert seen.engines[0].version == 1
+    assert [e["kind"] for e in run.broker.events(1)] == ["engine"]
+    assert run.broker.metrics_history() == [{"loss": 0.5}]
+
+
+def test_memory_at_the_limit_holds_producers_back_and_frees_rollback_payloads_first(
+    run: Run, make_config: ConfigFactory
+) -> None:
+    run.broker.set_max_lag(8)
+    run.train()
+    held = run.broker.snapshot().payload_bytes
+    run.broker._connection.client.hset(run.broker._keys.policy, "max_bytes", held)
+    run.ready(2)
+    assert reason(run.broker.admit(WORKER, ENGINE)) == "memory"
+    seen = run.broker.snapshot()
+    assert seen.counters["payloads_freed_early"] == 2
+    state = run.broker.attach_trainer(checkpoint_step=0, checkpoint_version=0)
+    assert state.returned == 0
+    assert run.broker.snapshot().groups.failed == 2
+    run.assert_closed()
