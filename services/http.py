@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Annotated, Any
 
 import structlog
@@ -78,10 +79,10 @@ def token_matches(given: str, token: str) -> bool:
 
 def requires_token(token: str | None) -> Any:
     """A FastAPI dependency: 401 without the bearer token; lets everyone pass if no token is configured."""
+    if token is None:
+        return Depends(_anyone)
 
     def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]) -> None:
-        if token is None:
-            return
         if credentials is None or not token_matches(credentials.credentials, token):
             raise HTTPException(
                 401,
@@ -90,6 +91,10 @@ def requires_token(token: str | None) -> Any:
             )
 
     return Depends(check)
+
+
+def _anyone() -> None:
+    """Says in the OpenAPI document, too, that no token is needed."""
 
 
 def refuse_open_service(host: str, token: str | None, environment: Mapping[str, str]) -> None:
@@ -227,11 +232,23 @@ def address_of(listener: socket.socket) -> str:
 def serve_until_signal(app: FastAPI, listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; open connections get two seconds to end."""
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, ws="none")
-    _Server(config).run(sockets=[listener])
+    _Server(config, app).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    """Ends on a signal as on any other end: uvicorn's own raises it again, so that the exit code would be -15."""
+    """Ends on a signal as on any other end: uvicorn's own raises it again, so that the exit code would be -15.
+
+    Answers without an end (live streams) see `app.state.leaving` and end by themselves.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the signal."""
+        self._app.state.leaving = True
+        super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
-"""The monitor over HTTP: JSON under /v1, /metrics for Prometheus, and a live page at /.
+"""The monitor over HTTP: JSON under /v1, /metrics for Prometheus, a live page at /, and steering.
 
-Invariant: read-only; every answer comes from one snapshot; if Redis does not answer, so does no endpoint but /healthz.
+Invariant: nothing but steering and the adaptive lag writes; every answer comes from one snapshot; if Redis does not
+answer, no endpoint but /healthz and the stream does.
 """
 
 from __future__ import annotations
@@ -8,25 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jinja2
-from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field
 
 from broker.errors import BrokerError
+from configs.schema import AdaptiveLagSection
 from services.http import NO_EXTERNAL_DOCS, ErrorAnswer, Refusal, harden, requires_token
-from services.monitor import views
-from services.monitor.diagnosis import diagnose
-from services.monitor.metrics import render
-from services.monitor.source import Look, Source
+from services.monitor.adaptive import keep
+from services.monitor.feed import Feed, message
+from services.monitor.reads import AWAY, DENIED, Seen, overview_of, reads
+from services.monitor.source import Source
+from services.monitor.steering import Steerable, router
 
 HERE = Path(__file__).parent
-AWAY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorAnswer, "description": "Redis does not answer."}}
-DENIED: dict[int | str, dict[str, Any]] = {401: {"model": ErrorAnswer, "description": "The token is missing or wrong."}}
 
 
 class State(BaseModel):
@@ -35,36 +37,55 @@ class State(BaseModel):
     status: str = Field(examples=["ok"])
 
 
-async def look(request: Request) -> Look:
-    """The present state, or 503."""
-    source: Source = request.app.state.source
-    try:
-        return await asyncio.to_thread(source.look)
-    except BrokerError as error:
-        raise Refusal(503, "unavailable", "Redis does not answer, or does not hold this run (yet).") from error
+def create_app(
+    source: Source,
+    *,
+    steer: Steerable | None = None,
+    token: str | None = None,
+    read_token: str | None = None,
+    open_to_all: bool = False,
+    adaptive: AdaptiveLagSection | None = None,
+    closing: Callable[[], Any] | None = None,
+) -> FastAPI:
+    """The application. read_token: needed by everything under /v1 and by /metrics, if given.
 
-
-Seen = Annotated[Look, Depends(look)]
-
-
-def create_app(source: Source, *, read_token: str | None = None, closing: Callable[[], Any] | None = None) -> FastAPI:
-    """The application. read_token: needed by everything under /v1 and by /metrics, if given."""
+    steer: what carries out commands; None: there are none. token: needed by every command; None: each is refused,
+    unless open_to_all says that something in front decides. adaptive: settings of the adaptive lag, None: off.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        controller = None
+        if adaptive is not None and steer is not None:
+            controller = asyncio.create_task(keep(adaptive, source.look, steer), name="adaptive lag")
         yield
+        if controller is not None:
+            controller.cancel()
+            await asyncio.gather(controller, return_exceptions=True)
         if closing is not None:
             await asyncio.to_thread(closing)
 
     app = FastAPI(title="Lagrange monitor", version="1", lifespan=lifespan, **NO_EXTERNAL_DOCS)
     harden(app)
     app.mount("/static", StaticFiles(directory=HERE / "static"), name="static")
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
-        (HERE / "static" / "page.html").read_text(encoding="utf-8")
-    )
+    templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    templates.filters["clock"] = lambda ms: datetime.fromtimestamp(ms / 1000, UTC).strftime("%H:%M:%S")
+    page = templates.from_string((HERE / "static" / "page.html").read_text(encoding="utf-8"))
 
     app.state.source = source
-    answers = {**AWAY, **DENIED}
+    app.state.leaving = False
+    if steer is not None:
+        app.include_router(router(steer, token, open_to_all=open_to_all))
+
+    async def newest() -> bytes:
+        try:
+            seen = await asyncio.to_thread(source.look)
+        except BrokerError:
+            return message("away", "{}")
+        shown = await asyncio.to_thread(lambda: overview_of(seen).model_dump_json())
+        return message("overview", shown, seen.snapshot.time_ms)
+
+    feed = Feed(newest, lambda: app.state.leaving)
     may_read = [requires_token(read_token)]
 
     @app.get("/healthz")
@@ -77,51 +98,20 @@ def create_app(source: Source, *, read_token: str | None = None, closing: Callab
         """Redis answers and holds the run."""
         return State(status="ok")
 
-    @app.get("/v1/run", responses=answers, dependencies=may_read)
-    async def run(seen: Seen) -> views.RunAnswer:
-        """Where the run is."""
-        return views.run(seen.snapshot)
+    app.include_router(reads(may_read))
 
-    @app.get("/v1/queue", responses=answers, dependencies=may_read)
-    async def queue(seen: Seen) -> views.QueueAnswer:
-        """What waits for the trainer, and for how long."""
-        return views.queue(seen.snapshot)
+    streams: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+        429: {"model": ErrorAnswer, "description": "Too many clients follow."},
+        **DENIED,
+    }
 
-    @app.get("/v1/staleness", responses=answers, dependencies=may_read)
-    async def staleness(seen: Seen) -> views.StalenessAnswer:
-        """Policy lag of what waits and of what was trained, publish lag by engine, and the ledger."""
-        return views.staleness(seen.snapshot)
-
-    @app.get("/v1/engines", responses=answers, dependencies=may_read)
-    async def engines(seen: Seen) -> views.EnginesAnswer:
-        """Engines and rollout workers."""
-        return views.engines(seen.snapshot)
-
-    @app.get("/v1/trainer", responses=answers, dependencies=may_read)
-    async def trainer(seen: Seen) -> views.TrainerAnswer:
-        """The trainer and its last step."""
-        return views.trainer(seen.snapshot, seen.records[: views.RECENT_STEPS])
-
-    @app.get("/v1/ledger", responses=answers, dependencies=may_read)
-    async def ledger(seen: Seen) -> views.LedgerAnswer:
-        """Every issued group and token, and where it went."""
-        return views.ledger(seen.snapshot)
-
-    @app.get("/v1/diagnosis", responses=answers, dependencies=may_read)
-    async def diagnosis(seen: Seen) -> views.DiagnosisAnswer:
-        """What the run suffers from, the figures that say so, and what to change."""
-        return views.diagnosis(seen.snapshot, seen.before, seen.records)
-
-    @app.get("/v1/overview", responses=answers, dependencies=may_read)
-    async def overview(seen: Seen) -> views.Overview:
-        """All of the above from one snapshot, and the last steps: what the page shows."""
-        return views.overview(seen.snapshot, seen.before, seen.records)
-
-    @app.get("/metrics", response_class=Response, responses=answers, dependencies=may_read)
-    async def metrics(seen: Seen) -> Response:
-        """For Prometheus (docs/metrics.md)."""
-        verdict = diagnose(seen.snapshot, seen.before, seen.records[: views.RECENT_STEPS])
-        return Response(render(seen.snapshot, verdict), media_type="text/plain; version=0.0.4; charset=utf-8")
+    @app.get("/v1/stream", response_class=StreamingResponse, responses=streams, dependencies=may_read)
+    async def stream() -> StreamingResponse:
+        """Server-sent events: `overview` once a second, as GET /v1/overview; `away` while Redis does not answer."""
+        if feed.full:
+            raise Refusal(429, "busy", "Too many clients follow; poll /v1/overview.")
+        return StreamingResponse(feed.follow(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False, dependencies=may_read)
     async def live_page() -> HTMLResponse:
@@ -130,6 +120,6 @@ def create_app(source: Source, *, read_token: str | None = None, closing: Callab
             seen = await asyncio.to_thread(source.look)
         except BrokerError:
             return HTMLResponse(page.render(o=None), 503)
-        return HTMLResponse(page.render(o=views.overview(seen.snapshot, seen.before, seen.records)))
+        return HTMLResponse(page.render(o=overview_of(seen)))
 
     return app

@@ -47,8 +47,10 @@ def _nearest_rank(values: Sequence[tuple[int, int]], share: float, total: int) -
 
 
 def number(record: Mapping[str, object], key: str) -> float | None:
-    """A finite number of a record, None if there is none."""
+    """A finite number of a step record, or of the part that SAT gives (`sat`); None if there is none."""
     value = record.get(key)
+    if value is None and isinstance(sat := record.get("sat"), Mapping):
+        value = sat.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

@@ -1,6 +1,7 @@
-"""`lagrange monitor`: shows a run over HTTP.
+"""`lagrange monitor`: shows a run over HTTP, and steers it for those who have the token.
 
-Invariant: it only reads, so that it may be started, stopped and killed at any time, and any number may run.
+Invariant: it keeps no state of its own, so that it may be started, stopped and killed at any time, and any number may
+run.
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ def run(config: RunConfig) -> int:
 
     def build(token: str | None) -> FastAPI:
         needed = os.environ.get("LAGRANGE_API_PROTECT_READS") == "1"
-        return create_app(Source(broker), read_token=token if needed else None, closing=broker.close)
+        return create_app(
+            Source(broker),
+            steer=broker,
+            token=token,
+            read_token=token if needed else None,
+            open_to_all=token is None and os.environ.get("LAGRANGE_ALLOW_OPEN_API") == "1",
+            adaptive=config.lag.adaptive,
+            closing=broker.close,
+        )
 
     return run_service("monitor", config.monitor, build)

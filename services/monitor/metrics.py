@@ -10,9 +10,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from broker.types import EngineState, LagCount, Snapshot, Tally
-from services.monitor import views
+from services.monitor import detail, views
 from services.monitor.diagnosis import Diagnosis, Verdict
 from services.monitor.figures import Distribution, capacity, in_flight, living_workers, number
+from services.monitor.shapes import lags
 
 STATES = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
 STATISTICS = ("min", "mean", "p50", "p95", "max")
@@ -56,6 +57,8 @@ METRICS = (
     Name("oldest_waiting_seconds", "gauge", (), "Time in queue of the group that waits longest; absent if none."),
     Name("mean_waiting_seconds", "gauge", (), "Mean time in queue of what waits; absent if nothing does."),
     Name("mean_trained_wait_seconds", "gauge", (), "Mean time in queue of all that was trained."),
+    Name("waiting_seconds", "gauge", ("statistic",), "Time in queue of what waits now: p50, p95, max."),
+    Name("trained_wait_seconds", "gauge", ("statistic",), "Time in queue of all that was trained: p50, p95, max."),
     Name("payload_bytes", "gauge", (), "Bytes of the payloads in Redis."),
     Name("dead_letters", "gauge", (), "Prompts that were given up."),
     Name("engine_version", "gauge", ("engine",), "Confirmed version of an engine, -1: none."),
@@ -64,7 +67,7 @@ METRICS = (
     Name("engines", "gauge", ("state",), "Engines by state."),
     Name("workers", "gauge", (), "Rollout workers with a heartbeat in the last 30 seconds."),
     Name("trainer_lease_left_seconds", "gauge", (), "Time until the trainer counts as gone."),
-    Name("trainer_metric", "gauge", ("name",), "Each finite number of the trainer's last step record."),
+    Name("trainer_metric", "gauge", ("name",), "Each finite number of the trainer's last step record (of SAT: sat_*)."),
     Name("trainer_wait_share", "gauge", (), "Share of the trainer's time that it waited for groups, last steps."),
     Name("admission_blocked_share", "gauge", (), "Share of the workers' time without leave to start, last minute."),
     Name("stale_token_share", "gauge", (), "Share of tokens that went stale of those trained or stale, last minute."),
@@ -103,6 +106,9 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
     left = s.counters.get("trainer_lease_left_ms")
     known = [(e, s.version - e.version) for e in s.engines if e.version >= 0]
     record = {name: value for name in s.metrics if (value := number(s.metrics, name)) is not None}
+    sat = s.metrics.get("sat")
+    if isinstance(sat, Mapping):
+        record |= {f"sat_{name}": value for name in sat if (value := number(sat, name)) is not None}
     anything = s.groups.trained + s.groups.filtered > 0
     return {
         "snapshot_timestamp_seconds": _one(s.time_ms / 1000),
@@ -122,11 +128,13 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
         "waiting_lag_tokens": _by_lag(waiting, "tokens"),
         "trained_lag_groups": _by_lag(trained, "groups"),
         "trained_lag_tokens": _by_lag(trained, "tokens"),
-        "waiting_lag_versions": _statistics(views.lags(waiting).tokens),
-        "trained_lag_versions": _statistics(views.lags(trained).tokens),
+        "waiting_lag_versions": _statistics(lags(waiting).tokens),
+        "trained_lag_versions": _statistics(lags(trained).tokens),
         "oldest_waiting_seconds": _one(s.oldest_ready_ms / 1000) if s.groups.ready else [],
         "mean_waiting_seconds": _one(s.mean_ready_ms / 1000) if s.groups.ready else [],
         "mean_trained_wait_seconds": _one(s.mean_trained_wait_ms / 1000) if anything else [],
+        "waiting_seconds": _wait(detail.waiting_seconds(s)),
+        "trained_wait_seconds": _wait(detail.trained_wait_seconds(s.detail)),
         "payload_bytes": _one(s.payload_bytes),
         "dead_letters": _one(s.dead_letters),
         "engine_version": [((e.engine_id,), float(e.version)) for e in s.engines],
@@ -158,6 +166,10 @@ def _tally(t: Tally) -> list[tuple[tuple[str, ...], float]]:
 
 def _by_lag(counts: Mapping[int, LagCount], unit: str) -> list[tuple[tuple[str, ...], float]]:
     return [((str(lag),), float(getattr(count, unit))) for lag, count in sorted(counts.items())]
+
+
+def _wait(wait: detail.Wait | None) -> list[tuple[tuple[str, ...], float]]:
+    return [] if wait is None else [(("p50",), wait.p50), (("p95",), wait.p95), (("max",), wait.max)]
 
 
 def _statistics(d: Distribution | None) -> list[tuple[tuple[str, ...], float]]:

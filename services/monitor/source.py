@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from broker.types import Snapshot
+from services.monitor.detail import SHOWN
 
 WINDOW_S = 60.0
 EARLIER_KEPT = 64
@@ -22,8 +23,8 @@ EARLIER_KEPT = 64
 class Watched(Protocol):
     """The broker as the monitor sees it. Both raise BrokerError if Redis does not answer."""
 
-    def snapshot(self) -> Snapshot:
-        """Everything at one instant."""
+    def snapshot(self, detail: int = 0) -> Snapshot:
+        """Everything at one instant; detail: that many events and dead letters, too."""
 
     def metrics_history(self, limit: int) -> list[dict[str, Any]]:
         """Records of the last steps, newest first."""
@@ -65,7 +66,7 @@ class Source:
             return self._look
 
     def _read(self, last: Look | None) -> Look:
-        snapshot = self._broker.snapshot()
+        snapshot = self._broker.snapshot(SHOWN)
         if last is None or (snapshot.step, snapshot.epoch) != (last.snapshot.step, last.snapshot.epoch):
             records = tuple(r for r in self._broker.metrics_history(self._limit) if _up_to(r, snapshot.step))
         else:

@@ -12,16 +12,11 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from broker.types import EngineRecord, LagCount, Snapshot, Tally
+from services.monitor import detail
+from services.monitor.detail import EventAnswer, Wait, flat
 from services.monitor.diagnosis import Diagnosis, Records, diagnose
-from services.monitor.figures import Distribution, capacity, distribution, finite, in_flight, number, wait_share
-
-
-class Answer(BaseModel):
-    """What every answer begins with. time_ms: Redis server time of the snapshot; version: the trainer's then."""
-
-    run: str = Field(examples=["local-1129-2030"])
-    time_ms: int = Field(examples=[1795984726000])
-    version: int = Field(examples=[42])
+from services.monitor.figures import capacity, finite, in_flight, number, wait_share
+from services.monitor.shapes import Answer, ByName, Lags, base, lags
 
 
 class TallyAnswer(BaseModel):
@@ -39,28 +34,14 @@ class TallyAnswer(BaseModel):
     closes: bool
 
 
-class LagBucket(BaseModel):
-    """Groups and trainable tokens at one lag, in versions."""
-
-    lag: int
-    groups: int
-    tokens: int
-
-
-class Lags(BaseModel):
-    """Policy lag of some groups: by lag, and as distributions over groups and over tokens (null: there are none)."""
-
-    by_lag: list[LagBucket]
-    groups: Distribution | None
-    tokens: Distribution | None
-
-
 class TimeInQueue(BaseModel):
     """Seconds. oldest, mean: of what waits now, null if nothing does; trained_mean: of all that was trained."""
 
     oldest_seconds: float | None
     mean_seconds: float | None
     trained_mean_seconds: float | None
+    waiting: Wait | None = Field(description="Percentiles of what waits now; null: nothing does.")
+    trained: Wait | None = Field(description="Percentiles of all that was trained; null: nothing was.")
 
 
 class QueueAnswer(Answer):
@@ -97,6 +78,9 @@ class StalenessAnswer(QueueAnswer):
     waiting: Lags
     trained: Lags
     publish_lag: list[PublishLag]
+    by_task: dict[str, ByName] = Field(description="Who caused which lag: by task, engine and worker.")
+    by_engine: dict[str, ByName]
+    by_worker: dict[str, ByName]
 
 
 class RunAnswer(Answer):
@@ -113,6 +97,8 @@ class RunAnswer(Answer):
     publish_interval: int
     epoch: int
     admission_paused: bool
+    drained: bool = Field(description="Draining, and too little is left in flight for another step.")
+    checkpoint_asked: bool = Field(description="An operator's checkpoint is still to come.")
     reward_mean: float | None
 
 
@@ -166,30 +152,14 @@ class Overview(Answer):
     fleet: EnginesAnswer
     trainer: TrainerAnswer
     diagnosis: Diagnosis
+    events: list[EventAnswer] = Field(description="The newest first.")
     history: dict[str, list[float | None]]
-
-
-def _base(s: Snapshot) -> dict[str, Any]:
-    return {"run": s.run, "time_ms": s.time_ms, "version": s.version}
 
 
 def tally(t: Tally) -> TallyAnswer:
     """A ledger with whether it closes."""
     fields = {name: getattr(t, name) for name in TallyAnswer.model_fields if name != "closes"}
     return TallyAnswer(**fields, closes=t.closes)
-
-
-def lags(by_lag: Mapping[int, LagCount]) -> Lags:
-    """Lag -> what has it, as buckets by rising lag and distributions."""
-    return Lags(
-        by_lag=[
-            LagBucket(lag=k, groups=c.groups, tokens=c.tokens)
-            for k, c in sorted(by_lag.items())
-            if c.groups or c.tokens
-        ],
-        groups=distribution({lag: count.groups for lag, count in by_lag.items()}),
-        tokens=distribution({lag: count.tokens for lag, count in by_lag.items()}),
-    )
 
 
 def waiting_by_lag(s: Snapshot) -> dict[int, LagCount]:
@@ -205,7 +175,7 @@ def queue(s: Snapshot) -> QueueAnswer:
 def _queue(s: Snapshot) -> dict[str, Any]:
     waits, trained = s.groups.ready > 0, s.groups.trained + s.groups.filtered > 0
     return {
-        **_base(s),
+        **base(s),
         "ready_groups": s.groups.ready,
         "ready_tokens": s.tokens.ready,
         "generating_groups": s.groups.generating,
@@ -219,6 +189,8 @@ def _queue(s: Snapshot) -> dict[str, Any]:
             oldest_seconds=s.oldest_ready_ms / 1000 if waits else None,
             mean_seconds=s.mean_ready_ms / 1000 if waits else None,
             trained_mean_seconds=s.mean_trained_wait_ms / 1000 if trained else None,
+            waiting=detail.waiting_seconds(s),
+            trained=detail.trained_wait_seconds(s.detail),
         ),
     }
 
@@ -234,6 +206,9 @@ def staleness(s: Snapshot) -> StalenessAnswer:
         waiting=lags(waiting_by_lag(s)),
         trained=lags(s.trained_by_lag),
         publish_lag=[PublishLag(**_publish_lag(s, engine)) for engine in s.engines],
+        by_task=detail.by_name(s, "task"),
+        by_engine=detail.by_name(s, "engine"),
+        by_worker=detail.by_name(s, "worker"),
     )
 
 
@@ -248,14 +223,20 @@ def _publish_lag(s: Snapshot, engine: EngineRecord) -> dict[str, Any]:
 
 def run(s: Snapshot) -> RunAnswer:
     """GET /v1/run."""
-    same = {name: getattr(s, name) for name in RunAnswer.model_fields if name not in ("reward_mean",)}
-    return RunAnswer(**same, reward_mean=number(s.metrics, "reward_mean"))
+    ours = ("reward_mean", "drained", "checkpoint_asked")
+    same = {name: getattr(s, name) for name in RunAnswer.model_fields if name not in ours}
+    return RunAnswer(
+        **same,
+        drained=s.status == "draining" and in_flight(s) < s.groups_per_step,
+        checkpoint_asked=s.detail is not None and s.detail.checkpoint_asked,
+        reward_mean=number(s.metrics, "reward_mean"),
+    )
 
 
 def engines(s: Snapshot) -> EnginesAnswer:
     """GET /v1/engines."""
     return EnginesAnswer(
-        **_base(s),
+        **base(s),
         published=s.published,
         engines=[
             EngineAnswer(
@@ -266,12 +247,8 @@ def engines(s: Snapshot) -> EnginesAnswer:
             )
             for engine in s.engines
         ],
-        workers={name: _flat(stats) for name, stats in s.workers.items()},
+        workers={name: flat(stats) for name, stats in s.workers.items()},
     )
-
-
-def _flat(stats: Mapping[str, Any]) -> dict[str, float | int | str | None]:
-    return {str(k): v for k, v in stats.items() if isinstance(finite(v), float | int | str | None)}
 
 
 def trainer(s: Snapshot, records: Records) -> TrainerAnswer:
@@ -280,7 +257,7 @@ def trainer(s: Snapshot, records: Records) -> TrainerAnswer:
     metrics = finite(s.metrics)
     assert isinstance(metrics, dict)
     return TrainerAnswer(
-        **_base(s),
+        **base(s),
         step=s.step,
         steps_total=s.steps_total,
         durable_step=s.durable_step,
@@ -294,7 +271,7 @@ def trainer(s: Snapshot, records: Records) -> TrainerAnswer:
 def ledger(s: Snapshot) -> LedgerAnswer:
     """GET /v1/ledger."""
     closes = s.groups.closes and s.tokens.closes
-    return LedgerAnswer(**_base(s), groups=tally(s.groups), tokens=tally(s.tokens), closes=closes)
+    return LedgerAnswer(**base(s), groups=tally(s.groups), tokens=tally(s.tokens), closes=closes)
 
 
 HISTORY = ("step", "reward_mean", "lag_mean", "lag_max", "wait_s", "step_s", "log_ratio_abs_mean", "gate_rate")
@@ -311,21 +288,23 @@ def history(records: Records) -> dict[str, list[float | None]]:
 
 
 RECENT_STEPS = 20
+EVENTS_ON_THE_PAGE = 12
 
 
 def diagnosis(s: Snapshot, before: Snapshot | None, records: Records) -> DiagnosisAnswer:
     """GET /v1/diagnosis. records: newest first; the last RECENT_STEPS count."""
-    return DiagnosisAnswer(**_base(s), diagnosis=diagnose(s, before, records[:RECENT_STEPS]))
+    return DiagnosisAnswer(**base(s), diagnosis=diagnose(s, before, records[:RECENT_STEPS]))
 
 
 def overview(s: Snapshot, before: Snapshot | None, records: Records) -> Overview:
     """GET /v1/overview: what the page shows."""
     return Overview(
-        **_base(s),
+        **base(s),
         progress=run(s),
         staleness=staleness(s),
         fleet=engines(s),
         trainer=trainer(s, records[:RECENT_STEPS]),
         diagnosis=diagnose(s, before, records[:RECENT_STEPS]),
+        events=detail.events(s, EVENTS_ON_THE_PAGE).events,
         history=history(records),
     )

@@ -85,7 +85,7 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     """Two steps trained, 20 groups waiting at lag 2, one generating; engine-0 serves version 0, engine-1 joins."""
     with redis_server(tmp_path) as (url, _server):
-        broker = Broker.connect(url, "test", timeout_s=1.0)
+        broker = Broker.connect(url, "test", timeout_s=3.0)
         try:
             broker.initialise(config(url, tmp_path))
             epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch

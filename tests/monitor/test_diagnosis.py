@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.types import EngineRecord, EngineState, Snapshot, Tally
@@ -97,15 +97,23 @@ def test_a_figure_of_the_loss_out_of_its_band_is_unstable_and_comes_before_all_e
     assert [f.verdict for f in found.findings] == [Verdict.UNSTABLE, Verdict.STARVED]
 
 
+@pytest.mark.parametrize("figure", [{"gate_rate": 0.9}, {"nonfinite_fraction": 0.01}])
+def test_what_the_trainer_writes_of_sat_in_a_part_of_its_record_is_seen(figure):
+    calm = {key: value for key, value in CALM[0].items() if key != "gate_rate"}
+    assert diagnose(RUNNING, EARLIER, [{**calm, "sat": figure}]).verdict is Verdict.UNSTABLE
+
+
 def test_a_run_that_does_not_run_has_no_verdict():
     assert diagnose(replace(RUNNING, status="finished"), EARLIER, CALM).verdict is Verdict.NOT_RUNNING
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1), st.integers(1, 100))
 def test_at_least_one_engine_is_asked_for(share, engines):
     assert more_engines(share, engines) >= 1
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 50), st.integers(0, 20)))
 def test_a_distribution_is_that_of_the_values_written_out(counts):
     values = sorted(value for value, n in counts.items() for _ in range(n))

@@ -17,6 +17,7 @@ from services.monitor.source import Source
 from tests.monitor.conftest import Run
 
 ENDPOINTS = ["run", "queue", "staleness", "engines", "trainer", "ledger", "diagnosis", "overview"]
+ENDPOINTS += ["events", "dead-letters", "workers", "versions"]
 
 
 def client_of(source: Source, **options: str) -> httpx.AsyncClient:
@@ -138,9 +139,9 @@ async def test_many_clients_cost_redis_one_snapshot(run: Run):
     asked = []
 
     class Counting:
-        def snapshot(self):
+        def snapshot(self, detail=0):
             asked.append(1)
-            return run.broker.snapshot()
+            return run.broker.snapshot(detail)
 
         def metrics_history(self, limit):
             return run.broker.metrics_history(limit)

@@ -1,7 +1,7 @@
-// The live page: asks for v1/overview once a second and shows it. Text goes in as text, never as markup.
+// The live page: follows v1/stream (one overview a second) and shows it. Text goes in as text, never as markup.
 "use strict";
 (() => {
-  const EVERY_MS = 1000, QUEUE_POINTS = 300;
+  const AGAIN_MS = 2000, QUEUE_POINTS = 300;
   const $ = (id) => document.getElementById(id);
   const queue = [[], [], []];
   const plots = {};
@@ -55,6 +55,7 @@
     text("run", o.run);
     text("headline", o.diagnosis.headline);
     $("verdict").className = "verdict " + o.diagnosis.verdict;
+    text("mode", o.progress.admission_paused ? "admission is paused" : o.progress.status === "draining" ? (o.progress.drained ? "drained" : "draining") : "");
     text("step", o.progress.step + " / " + o.progress.steps_total);
     text("version", String(o.version));
     text("reward", fixed(o.progress.reward_mean, 3));
@@ -76,6 +77,7 @@
     o.fleet.engines.forEach((e, i) => { body.rows[i].cells[1].className = "state " + e.state; });
     const states = ["issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed"];
     table("ledger", states.map((name) => [name, s.groups[name], s.tokens[name]]));
+    table("events", o.events.map((e) => [new Date(e.time_ms).toISOString().slice(11, 19), e.kind, e.text]));
     text("closes", s.closes ? "closes" : "DOES NOT CLOSE");
     $("closes").className = s.closes ? "" : "open";
 
@@ -100,18 +102,17 @@
     text("age", !lastAnswer ? "no answer yet" : late ? "no answer for " + seconds + " s" : "live");
   }
 
-  async function tick() {
-    try {
-      const answer = await fetch("v1/overview", { headers: { accept: "application/json" }, signal: AbortSignal.timeout(5000) });
-      if (answer.ok) { show(await answer.json()); lastAnswer = Date.now(); }
-      else text("headline", (await answer.json()).error.message);
-    } catch (error) { /* the monitor is away: `age` says for how long */ }
-    age();
-    setTimeout(tick, EVERY_MS);
+  function follow() {
+    const stream = new EventSource("v1/stream");
+    stream.addEventListener("overview", (event) => { show(JSON.parse(event.data)); lastAnswer = Date.now(); age(); });
+    stream.addEventListener("away", () => text("headline", "Redis does not answer, or does not hold this run (yet)."));
+    // The browser connects again by itself unless the answer was an error.
+    stream.addEventListener("error", () => { if (stream.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS); });
   }
 
   let resizing = 0;
   addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(redraw, 200); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  tick();
+  setInterval(age, 1000);
+  follow();
 })();

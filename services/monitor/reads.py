@@ -1,0 +1,115 @@
+"""The monitor's read endpoints.
+
+Invariant: every answer comes from one snapshot; if Redis does not answer, neither do they (503).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+
+from broker.errors import BrokerError
+from services.http import ErrorAnswer, Refusal
+from services.monitor import detail, views
+from services.monitor.diagnosis import diagnose
+from services.monitor.metrics import render
+from services.monitor.source import Look, Source
+
+AWAY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorAnswer, "description": "Redis does not answer."}}
+BAD: dict[int | str, dict[str, Any]] = {422: {"model": ErrorAnswer, "description": "A parameter is out of range."}}
+Limit = Annotated[int, Query(ge=1, le=detail.SHOWN)]
+DENIED: dict[int | str, dict[str, Any]] = {401: {"model": ErrorAnswer, "description": "The token is missing or wrong."}}
+
+
+async def look(request: Request) -> Look:
+    """The present state, or 503."""
+    source: Source = request.app.state.source
+    try:
+        return await asyncio.to_thread(source.look)
+    except BrokerError as error:
+        raise Refusal(503, "unavailable", "Redis does not answer, or does not hold this run (yet).") from error
+
+
+Seen = Annotated[Look, Depends(look)]
+
+
+def overview_of(seen: Look) -> views.Overview:
+    """All that the page shows."""
+    return views.overview(seen.snapshot, seen.before, seen.records)
+
+
+def reads(may_read: Sequence[Any]) -> APIRouter:
+    """The endpoints. may_read: dependencies of each."""
+    made = APIRouter()
+    answers = {**AWAY, **DENIED}
+
+    @made.get("/v1/run", responses=answers, dependencies=may_read)
+    async def run(seen: Seen) -> views.RunAnswer:
+        """Where the run is."""
+        return views.run(seen.snapshot)
+
+    @made.get("/v1/queue", responses=answers, dependencies=may_read)
+    async def queue(seen: Seen) -> views.QueueAnswer:
+        """What waits for the trainer, and for how long."""
+        return views.queue(seen.snapshot)
+
+    @made.get("/v1/staleness", responses=answers, dependencies=may_read)
+    async def staleness(seen: Seen) -> views.StalenessAnswer:
+        """Policy lag of what waits and of what was trained, publish lag by engine, and the ledger."""
+        return views.staleness(seen.snapshot)
+
+    @made.get("/v1/engines", responses=answers, dependencies=may_read)
+    async def engines(seen: Seen) -> views.EnginesAnswer:
+        """Engines and rollout workers."""
+        return views.engines(seen.snapshot)
+
+    @made.get("/v1/trainer", responses=answers, dependencies=may_read)
+    async def trainer(seen: Seen) -> views.TrainerAnswer:
+        """The trainer and its last step."""
+        return views.trainer(seen.snapshot, seen.records[: views.RECENT_STEPS])
+
+    @made.get("/v1/ledger", responses=answers, dependencies=may_read)
+    async def ledger(seen: Seen) -> views.LedgerAnswer:
+        """Every issued group and token, and where it went."""
+        return views.ledger(seen.snapshot)
+
+    @made.get("/v1/diagnosis", responses=answers, dependencies=may_read)
+    async def diagnosis(seen: Seen) -> views.DiagnosisAnswer:
+        """What the run suffers from, the figures that say so, and what to change."""
+        return views.diagnosis(seen.snapshot, seen.before, seen.records)
+
+    @made.get("/v1/overview", responses=answers, dependencies=may_read)
+    async def overview(seen: Seen) -> views.Overview:
+        """All of the above from one snapshot, and the last steps: what the page shows."""
+        return overview_of(seen)
+
+    @made.get("/v1/events", responses={**answers, **BAD}, dependencies=may_read)
+    async def events(seen: Seen, limit: Limit = 100) -> detail.EventsAnswer:
+        """The newest events: attachments, versions, engines, dead letters, steering."""
+        return detail.events(seen.snapshot, limit)
+
+    @made.get("/v1/dead-letters", responses={**answers, **BAD}, dependencies=may_read)
+    async def dead_letters(seen: Seen, limit: Limit = 100) -> detail.DeadLettersAnswer:
+        """Prompts that were given up, newest first."""
+        return detail.dead_letters(seen.snapshot, limit)
+
+    @made.get("/v1/workers", responses=answers, dependencies=may_read)
+    async def workers(seen: Seen) -> detail.WorkersAnswer:
+        """Rollout workers, whether they live, and what they say of themselves."""
+        return detail.workers(seen.snapshot)
+
+    @made.get("/v1/versions", responses=answers, dependencies=may_read)
+    async def versions(seen: Seen) -> detail.VersionsAnswer:
+        """The versions that are still there, and who serves them."""
+        return detail.versions(seen.snapshot)
+
+    @made.get("/metrics", response_class=Response, responses=answers, dependencies=may_read)
+    async def metrics(seen: Seen) -> Response:
+        """For Prometheus (docs/metrics.md)."""
+        verdict = diagnose(seen.snapshot, seen.before, seen.records[: views.RECENT_STEPS])
+        return Response(render(seen.snapshot, verdict), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return made

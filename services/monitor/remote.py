@@ -1,0 +1,87 @@
+"""A run in the terminal, asked from a monitor over HTTP: what `lagrange status` and `lagrange watch` show of a URL.
+
+Invariant: what is on the screen is one answer of GET /v1/overview, which is one snapshot; the token is sent to the
+address that was named and nowhere else (no redirect is followed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+
+from services.local.live import REWARD_POINTS, EngineView, LiveView, ProcessFacts, condensed, number, wait_share
+
+TIMEOUT_S = 5.0
+MAX_BYTES = 8 << 20
+
+
+class CannotWatch(Exception):
+    """The monitor does not show the run; the message is meant for the user."""
+
+
+def is_url(target: str) -> bool:
+    """Whether a target is a monitor's address rather than a run's folder."""
+    return target.startswith(("http://", "https://"))
+
+
+def ask(url: str, token: str | None) -> Callable[[], Mapping[str, Any]]:
+    """A function that asks the monitor at `url` for its overview. The function raises CannotWatch."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    address = f"{url.rstrip('/')}/v1/overview"
+
+    def overview() -> Mapping[str, Any]:
+        try:
+            answer = httpx.get(address, headers=headers, timeout=TIMEOUT_S)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise CannotWatch(f"{url} does not answer ({type(error).__name__}). Is it a monitor's address?") from error
+        if answer.status_code == 401:
+            raise CannotWatch(f"{url} needs a token. Set LAGRANGE_API_TOKEN.")
+        try:
+            found = answer.json()
+            if answer.status_code == 200 and {"progress", "staleness", "fleet", "trainer"} <= set(found):
+                return dict(found)
+            why = found["error"]["message"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CannotWatch(f"{url} answered {answer.status_code}, but not as a monitor does.") from error
+        raise CannotWatch(f"{url}: {why}")
+
+    return overview
+
+
+def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
+    """What the terminal shows of an answer of GET /v1/overview."""
+    progress, staleness, metrics = o["progress"], o["staleness"], dict(o["trainer"]["metrics"])
+    groups = staleness["groups"]
+    rewards = [float(r) for r in o["history"]["reward_mean"] if r is not None]
+    lag_mean, elapsed = number(metrics, "lag_mean"), number(metrics, "time_s")
+    steps, total = progress["step"], progress["steps_total"]
+    known = elapsed is not None and 3 <= steps < total
+    flying = groups["generating"] + groups["ready"] + groups["leased"]
+    return LiveView(
+        run=o["run"],
+        status=progress["status"],
+        step=steps,
+        steps_total=total,
+        version=o["version"],
+        reward=progress["reward_mean"],
+        rewards=tuple(condensed(rewards, REWARD_POINTS)),
+        lag=None
+        if lag_mean is None
+        else (int(number(metrics, "lag_min") or 0), lag_mean, int(number(metrics, "lag_max") or 0)),
+        max_lag=progress["max_lag"],
+        ready=groups["ready"],
+        generating=groups["generating"],
+        limit=staleness["in_flight_limit"],
+        trainer_wait=wait_share(metrics),
+        tokens_per_s=number(metrics, "tokens_per_s"),
+        engines=tuple(EngineView(e["engine_id"], e["state"], e["version"]) for e in o["fleet"]["engines"]),
+        closes=staleness["closes"],
+        ledger=(
+            f"{groups['issued']} issued = {groups['trained']} trained + {groups['filtered']} without gradient"
+            f" + {groups['stale']} stale + {groups['failed']} failed + {flying} in flight"
+        ),
+        eta_s=(elapsed or 0.0) / steps * (total - steps) if known else None,
+        facts=ProcessFacts(elapsed or 0.0, url, "", news=o["diagnosis"]["headline"], hint=hint),
+    )

@@ -1,0 +1,79 @@
+"""Draws docs/images/monitor-*.png: a run's metrics are replayed through a real queue and looked at in Chromium.
+
+    python -m tests.monitor.screenshots runs/<id>/metrics.jsonl docs/images
+
+Invariant: the figures are those of the run's own step records; groups, engines and events are as the replay made them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from broker.queue import Broker
+from broker.types import EngineRecord, EngineState, Outcome, Refused, Ticket, VersionRecord
+from tests.monitor.conftest import GROUPS_PER_STEP, Run
+from tests.monitor.live import chromium, monitor_of
+from tests.weight_sync.live import config, redis_server
+
+SHOTS = (("light", 1280, 900), ("dark", 1280, 900), ("phone", 390, 844))
+
+
+def replay(run: Run, records: list[dict[str, object]]) -> None:
+    """Each record is the step of one batch; the engines follow one version behind."""
+    for record in records:
+        while run.broker.snapshot().groups.ready < 2 * GROUPS_PER_STEP:
+            run.sample()
+        batch = run.broker.pull(run.epoch, run.version, GROUPS_PER_STEP)
+        assert not isinstance(batch, Refused), batch
+        lags: dict[int, int] = {}
+        for delivery in batch:
+            lag = run.version - delivery.oldest_version
+            lags[lag] = lags.get(lag, 0) + delivery.response_tokens
+        filtered = int(str(record.get("groups_filtered", 0)))
+        outcomes = [Outcome(d.group_id, i < filtered) for i, d in enumerate(batch)]
+        run.broker.step(run.epoch, run.version, outcomes, lags, record)
+        run.version += 1
+        run.broker.publish(run.epoch, VersionRecord(run.version, run.version, "/weights", "c0ffee"))
+        for name in ("engine-0", "engine-1"):
+            run.broker.register_engine(EngineRecord(name, "http://e", EngineState.SERVING, run.version))
+        if run.version % 25 == 0:
+            run.broker.commit(run.epoch, run.version)
+
+
+def main(metrics: Path, folder: Path) -> None:
+    """Replay `metrics` and write the pictures to `folder`."""
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    with tempfile.TemporaryDirectory() as made, redis_server(Path(made)) as (url, _server):
+        broker = Broker.connect(url, "test", timeout_s=10.0)
+        broker.initialise(config(url, Path(made)))
+        epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
+        run = Run(broker, url, epoch, broker.name_version(epoch))
+        broker.publish(epoch, VersionRecord(0, 0, "/weights", "c0ffee"))
+        broker.register_engine(EngineRecord("engine-0", "http://e", EngineState.SERVING, 0))
+        replay(run, records[:99])
+        broker.heartbeat_worker("worker-0", {"groups": 53})
+        broker.steer("lag", 6, why="by ada: the trainer waits")
+        assert isinstance(broker.admit("worker-0", "engine-0"), Ticket)
+        with monitor_of(run, Path(made)) as monitor, sync_playwright() as engine:
+            browser = engine.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"])
+            for name, width, height in SHOTS:
+                scheme = "light" if name == "light" else "dark"
+                context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+                page = context.new_page()
+                page.set_default_timeout(120_000)
+                page.goto(monitor.url)
+                page.wait_for_function("document.querySelectorAll('canvas').length === 4")
+                page.wait_for_timeout(6000)
+                page.screenshot(path=folder / f"monitor-{name}.png", full_page=True)
+                context.close()
+            browser.close()
+        broker.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,98 @@
+"""The live page in a real Chromium: it renders, follows, survives a restart, and has no fault that axe finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.monitor.conftest import Run
+from tests.monitor.live import Service, chromium, monitor_of
+
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install -r requirements/dev.txt")
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements/dev.txt")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+WAIT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as engine:
+        made = engine.chromium.launch(
+            executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"], timeout=2 * WAIT_MS
+        )
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def monitor(run: Run, tmp_path: Path) -> Iterator[Service]:
+    with monitor_of(run, tmp_path) as made:
+        yield made
+
+
+class Page:
+    """A page of a browser, with what it complained about and what it asked for."""
+
+    def __init__(self, browser: Any, url: str, scheme: str, size: dict[str, int]) -> None:
+        self.context = browser.new_context(color_scheme=scheme, viewport=size)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(url, wait_until="load")
+        self.wait("document.getElementById('age').textContent === 'live'")
+
+    def wait(self, condition: str) -> None:
+        self.page.wait_for_function(condition, timeout=WAIT_MS)
+
+    def text(self, name: str) -> str:
+        return str(self.page.text_content(f"#{name}"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size"), [("light", LAPTOP), ("dark", LAPTOP), ("dark", PHONE)], ids=["light", "dark", "phone"]
+)
+def test_the_page_renders_without_an_error_or_a_fault_that_axe_finds(browser, monitor, scheme, size):
+    shown = Page(browser, monitor.url, scheme, size)
+    shown.wait("document.querySelectorAll('canvas').length === 4")
+    assert shown.text("step") == "2 / 100"
+    assert "engine-0" in shown.text("engines")
+    assert shown.text("closes") == "closes"
+    assert "version 0" in shown.text("events")
+    width = shown.page.evaluate("document.documentElement.scrollWidth")
+    assert width <= size["width"], "the page is wider than the screen"
+    ground = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(15, 18, 22)") is (scheme == "dark")
+    found = axe.Axe().run(shown.page)
+    assert found.violations_count == 0, found.generate_report()
+    assert shown.errors == []
+    assert {url.split("/")[2] for url in shown.asked if not url.startswith("data:")} == {monitor.url.split("/")[2]}
+    shown.context.close()
+
+
+def test_the_page_follows_the_run_and_survives_a_restart_of_the_monitor(browser, monitor: Service, run: Run):
+    shown = Page(browser, monitor.url, "light", LAPTOP)
+    run.step(0.75)
+    shown.wait("document.getElementById('step').textContent === '3 / 100'")
+    assert shown.text("reward") == "0.750"
+    run.broker.steer("pause", why="by test")
+    shown.wait("document.getElementById('mode').textContent === 'admission is paused'")
+    shown.wait("document.getElementById('events').textContent.includes('pause: admission is paused (by test)')")
+    assert shown.errors == []
+    assert monitor.stop() == 0  # although the page follows
+    shown.wait("document.getElementById('age').className === 'late'")
+    run.broker.steer("resume", why="by test")
+    monitor.start()
+    shown.wait("document.getElementById('age').textContent === 'live'")
+    shown.wait("document.getElementById('mode').textContent === ''")
+    # Chromium itself reports the connections that were refused meanwhile; there is nothing else.
+    assert [e for e in shown.errors if "net::ERR_" not in e] == []
+    shown.context.close()

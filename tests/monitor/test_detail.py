@@ -1,0 +1,82 @@
+"""Events, workers, versions, and who caused which staleness, from a real Redis."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.types import Refused
+from services.monitor import detail, views
+from services.monitor.detail import SHOWN, trained_wait_seconds
+from tests.monitor.conftest import Run
+
+
+def test_staleness_is_told_by_task_engine_and_worker(run: Run):
+    answer = views.staleness(run.broker.snapshot(SHOWN))
+    for by, name in ((answer.by_task, "max-digit"), (answer.by_engine, "engine-0"), (answer.by_worker, "worker-0")):
+        assert list(by) == [name]
+        assert [(b.lag, b.groups, b.tokens) for b in by[name].waiting.by_lag] == [(2, 20, 60)]
+        assert [(b.lag, b.groups, b.tokens) for b in by[name].trained.by_lag] == [(0, 16, 48), (1, 16, 48)]
+        assert by[name].trained.tokens is not None
+        assert by[name].trained.tokens.p95 == 1
+
+
+def test_what_a_restarted_trainer_takes_back_is_taken_back_by_name_too(run: Run):
+    run.broker.attach_trainer(checkpoint_step=1, checkpoint_version=1)
+    seen = run.broker.snapshot(SHOWN)
+    answer = views.staleness(seen)
+    assert [(b.lag, b.groups) for b in answer.by_engine["engine-0"].trained.by_lag] == [(0, 16)]
+    assert sum(b.groups for b in answer.by_engine["engine-0"].waiting.by_lag) == seen.groups.ready == 36
+    assert seen.detail is not None
+    assert sum(seen.detail.trained_wait_ms.values()) == 16
+
+
+def test_time_in_queue_has_percentiles_of_what_waits_and_of_what_was_trained(run: Run):
+    seen = run.broker.snapshot(SHOWN)
+    waiting = detail.waiting_seconds(seen)
+    assert waiting is not None
+    assert 0 <= waiting.p50 <= waiting.p95 <= waiting.max
+    trained = trained_wait_seconds(seen.detail)
+    assert trained is not None
+    assert 0 <= trained.p50 <= trained.p95 <= trained.max
+    assert seen.mean_trained_wait_ms / 1000 <= trained.max
+
+
+def test_a_percentile_of_the_time_in_queue_is_the_one_of_the_groups_themselves(run: Run):
+    client, waiting = run.broker._connection.client, run.broker._keys.named("waiting")
+    now = run.broker.server_time_ms()
+    for index, name in enumerate(client.zrange(waiting, 0, -1)):
+        client.zadd(waiting, {name: now - 1000 * (index + 1)})  # 1 s to 20 s
+    found = detail.waiting_seconds(run.broker.snapshot(SHOWN))
+    assert found is not None
+    assert 0 <= found.p50 - 10 < 5
+    assert 0 <= found.p95 - 19 < 5
+    assert 0 <= found.max - 20 < 5
+    assert found.max - found.p50 == pytest.approx(10)
+
+
+def test_events_are_of_the_same_snapshot_and_newest_first(run: Run):
+    answer = detail.events(run.broker.snapshot(SHOWN))
+    assert [e.kind for e in answer.events[:2]] == ["engine", "engine"]
+    assert answer.events[-1].kind == "attach"
+    assert all(e.time_ms <= answer.time_ms for e in answer.events)
+
+
+def test_workers_are_shown_with_whether_they_live(run: Run):
+    answer = detail.workers(run.broker.snapshot(SHOWN))
+    assert answer.alive == 1
+    assert (answer.workers[0].worker, answer.workers[0].stats["groups"]) == ("worker-0", 53)
+
+
+def test_versions_are_shown_with_the_engines_that_serve_them_and_without_their_path(run: Run):
+    answer = detail.versions(run.broker.snapshot(SHOWN))
+    assert [(v.version, v.engines) for v in answer.versions] == [(0, ["engine-0"])]
+    assert "secret" not in answer.model_dump_json()
+
+
+def test_a_snapshot_without_detail_answers_the_rest(run: Run):
+    seen = run.broker.snapshot()
+    assert seen.detail is None
+    assert views.staleness(seen).by_engine == {}
+    assert detail.events(seen).events == []
+    assert detail.waiting_seconds(seen) is None
+    assert not isinstance(run.broker.admit("worker-0", "engine-0"), Refused)
