@@ -74,7 +74,8 @@ def attributed(fields: Mapping[str, str]) -> dict[tuple[str, str, str], dict[int
     for key in sorted({key[2:] for key in fields}, key=lambda key: int(key.split(":")[2])):
         what, dimension, at, name = key.split(":", 3)
         count = LagCount(int(fields.get(f"g:{key}", 0)), int(fields.get(f"t:{key}", 0)))
-        found.setdefault((what, dimension, name), {})[int(at)] = count
+        if count.groups > 0:  # below 0: a rollback of a worker that was forgotten meanwhile
+            found.setdefault((what, dimension, name), {})[int(at)] = count
     return found
 
 

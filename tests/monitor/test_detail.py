@@ -80,3 +80,13 @@ def test_a_snapshot_without_detail_answers_the_rest(run: Run):
     assert detail.events(seen).events == []
     assert detail.waiting_seconds(seen) is None
     assert not isinstance(run.broker.admit("worker-0", "engine-0"), Refused)
+
+
+def test_a_worker_that_is_forgotten_leaves_its_sums_under_one_name(run: Run):
+    client = run.broker._connection.client
+    client.zadd(run.broker._keys.named("workers_seen"), {"worker-0": 1})
+    run.broker.heartbeat_worker("worker-1", {})
+    by_worker = views.staleness(run.broker.snapshot(SHOWN)).by_worker
+    assert [(b.lag, b.groups, b.tokens) for b in by_worker["(forgotten)"].trained.by_lag] == [(0, 16, 48), (1, 16, 48)]
+    assert by_worker["worker-0"].trained.by_lag == []
+    assert [b.groups for b in by_worker["worker-0"].waiting.by_lag] == [20]
