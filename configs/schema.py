@@ -411,6 +411,25 @@ class ServiceSection(Section):
     port: Port = Field(0, description="Port to listen on; 0: a free one, written to the run's folder by `lagrange up`.")
 
 
+class EvaluationTask(Section):
+    """One task of an evaluation."""
+
+    name: str = Field(..., description="Name in the task registry.")
+    label: str = Field("", description="Name in the results; empty: the task's.")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="Passed to the task as keyword arguments.")
+    prompts: Positive = Field(100, description="Prompts 0 to N - 1 of the task.")
+    samples: Positive = Field(8, description="Samples of each prompt: k of avg@k.")
+    seed: int = Field(1, ge=0, description="Of the task's prompts; another than run.seed keeps them apart.")
+
+
+class EvaluationSection(Section):
+    """What `lagrange evaluator` scores while the run trains (docs/evaluate.md)."""
+
+    tasks: tuple[EvaluationTask, ...] = Field((), description="Tasks; none: nothing is evaluated.")
+    every_steps: Positive = Field(20, description="Optimizer steps between two evaluated versions, at least.")
+    best: str | None = Field(None, description="Score by which the best checkpoint is kept, such as aime24/avg@8.")
+
+
 class RunConfig(Section):
     """One run, complete. `lagrange check FILE` builds it and prints what it means."""
 
@@ -425,6 +444,7 @@ class RunConfig(Section):
     weights: WeightsSection = Field(default_factory=WeightsSection)
     weight_sync: ServiceSection = Field(default_factory=ServiceSection)
     monitor: ServiceSection = Field(default_factory=ServiceSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

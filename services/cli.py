@@ -22,6 +22,7 @@ from rich.table import Table
 
 from configs import ConfigError, RunConfig, load_config
 from configs.secrets import REDIS_PASSWORD, read_secret
+from services.evaluation.commands import add_to as add_evaluation_commands
 from services.queue_cli.commands import add_to as add_queue_commands
 
 app = typer.Typer(
@@ -172,6 +173,7 @@ def report(folder: RunArgument) -> None:
 
 
 add_queue_commands(app)
+add_evaluation_commands(app)
 
 
 def process_config(file: Path) -> RunConfig:

@@ -15,7 +15,8 @@ from broker.types import Trajectory
 from rollout.client import Sample
 from rollout.codec import Codec
 from rollout.counters import Counters
-from rollout.rewards.judge import Judge, RewardFailed, RewardTimeout
+from rollout.rewards.judge import Judge
+from rollout.rewards.pool import RewardFailed, RewardTimeout
 from rollout.rewards.shaping import Shaping
 from rollout.tasks import Prompt, Response
 

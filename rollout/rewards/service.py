@@ -50,7 +50,7 @@ class ServiceJudge:
     async def reward(self, prompt: Prompt, response: Response) -> float:
         """See Judge."""
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        content = list(prompt.messages) or prompt.text or list(prompt.ids)
+        content: Any = [dict(m) for m in prompt.messages] or prompt.text or list(prompt.ids)
         item = {
             "prompt": content,
             "response": response.text,

@@ -101,17 +101,17 @@ def same_mathematics(text: str, reference: str) -> bool:
 
 def math_verifier() -> Any:
     """The module math_verify. Raises ConfigError if it is not installed."""
-    return optional_module("math_verify", "math-verify")
+    return optional_module("math_verify", "math-verify", "requirements/tasks.txt")
 
 
-def optional_module(name: str, package: str) -> Any:
+def optional_module(name: str, package: str, requirements: str) -> Any:
     """Import a package that slim images lack. Raises ConfigError that says how to get it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
             f"task: this task needs {package}, which is not installed ({error}). "
-            "Install it: pip install -r requirements/tasks.txt, or lagrange-rl[tasks]."
+            f"Install it: pip install -r {requirements}, or lagrange-rl[tasks]."
         ) from error
 
 

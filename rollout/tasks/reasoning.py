@@ -37,7 +37,7 @@ class ReasoningGym:
         system: str = "",
         extract: tuple[Any, ...] = ("tag", "boxed", "line", "all"),
     ) -> None:
-        package = optional_module("reasoning_gym", "reasoning-gym")
+        package = optional_module("reasoning_gym", "reasoning-gym", "requirements/reasoning-gym.txt")
         try:
             self._items = package.create_dataset(generator, size=size, seed=seed, **(parameters or {}))
         except Exception as error:  # it raises bare errors and assertions of many kinds

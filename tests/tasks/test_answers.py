@@ -101,7 +101,7 @@ def test_rules_are_tried_in_order() -> None:
 
 def test_a_package_that_is_missing_is_named_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"requirements/tasks\.txt"):
-        answers.optional_module("no_such_module", "no-such-package")
+        answers.optional_module("no_such_module", "no-such-package", "requirements/tasks.txt")
 
 
 def test_exact_and_function_tasks(tmp_path: Path) -> None:

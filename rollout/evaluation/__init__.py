@@ -1,0 +1,1 @@
+"""Evaluation: scores of one version, with what they are worth (docs/evaluate.md)."""

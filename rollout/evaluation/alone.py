@@ -1,0 +1,82 @@
+"""`lagrange eval CHECKPOINT --task NAME --samples 8`: one engine, one checkpoint, one task; no Redis, no run.
+
+Invariant: nothing is left of it but the record that it returns and the engine's log.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from rollout.checkpoint import read_checkpoint
+from rollout.client import InvalidAnswer, Sample, Sampling
+from rollout.codec import FileCodec
+from rollout.evaluation.engine import evaluation_engine
+from rollout.evaluation.run import Plan, evaluate, result
+from rollout.rewards import make_judge
+from rollout.rewards.pool import PoolLimits, child_environment
+from rollout.tasks import make_task
+from rollout.tasks.prepare import try_prompt
+
+
+def alone_config(checkpoint: Path, task: str, parameters: Mapping[str, Any], settings: Mapping[str, Any]) -> RunConfig:
+    """A configuration with what an evaluation needs. settings: dotted names to values. Raises ConfigError."""
+    tree: dict[str, Any] = {
+        "run": {"id": f"eval-{os.getpid()}", "steps": 1},
+        "lag": {"max": 0},
+        "model": {"path": checkpoint},
+        "task": {"name": task, "parameters": dict(parameters)},
+        "rollout": {"max_new_tokens": 1024},
+        "trainer": {"optimizer": {"learning_rate": 1.0}},
+    }
+    for dotted, value in settings.items():
+        section, _, name = dotted.partition(".")
+        if section not in ("run", "task", "rollout", "engine") or not name:
+            raise ConfigError(f"--set {dotted}: an evaluation has run.*, task.*, rollout.* and engine.*")
+        tree.setdefault(section, {})[name] = value
+    try:
+        return RunConfig.model_validate(tree)
+    except ValueError as error:
+        raise ConfigError(f"eval: {error}") from error
+
+
+async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, version: int = 0) -> dict[str, Any]:
+    """Start an engine, evaluate, end it; the record. version: how the record names the weights."""
+    if config.model.path is None:
+        raise ConfigError("name the folder of a checkpoint")
+    task = make_task(config.task.name, config.run.seed, config.task.parameters)
+    codec, checkpoint = FileCodec(config.model.path), read_checkpoint(config.model.path)
+    try_prompt(task, codec)
+    rollout = config.rollout
+    judge = make_judge(
+        task,
+        seed=config.run.seed,
+        parameters=config.task.parameters,
+        limits=PoolLimits(rollout.reward_processes, rollout.reward_timeout_s, rollout.reward_memory_mb),
+        environment=child_environment(os.environ),
+    )
+    sampling = Sampling(rollout.temperature, rollout.max_new_tokens, checkpoint.stop_ids)
+    plan = Plan(version, prompts, samples, rollout.concurrent_groups)
+    try:
+        async with evaluation_engine(config, version) as (client, _):
+
+            async def generate(ids: Any, n: int) -> list[Sample | InvalidAnswer]:
+                return await client.generate(ids, n, sampling)
+
+            answers = await evaluate(task, judge, codec, generate, plan)
+    finally:
+        await judge.close()
+    if not any(answers.rewards.values()):
+        raise ConfigError(f"no answer could be judged: {answers.last_error or 'the task has no prompts'}")
+    return result(
+        task.name,
+        plan,
+        answers,
+        checkpoint=str(config.model.path),
+        seed=config.run.seed,
+        temperature=rollout.temperature,
+    )

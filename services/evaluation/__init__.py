@@ -1,0 +1,1 @@
+"""Commands that evaluate: `lagrange eval` alone, `lagrange evaluator` beside a run (docs/evaluate.md)."""

@@ -1,0 +1,85 @@
+"""While training: the right versions are evaluated, on weights that cannot be taken away, and the best one is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from broker.queue import Broker
+from broker.types import VersionRecord
+from rollout.client import EngineClient
+from rollout.evaluation.follow import Evaluator, due, hold, keep_best
+from tests.broker.helpers import Run
+from tests.conftest import ConfigFactory
+from tests.fakes.engine import FakeEngine
+from tests.rollout.helpers import CHECKPOINT, tiny_folder
+
+
+def version(step: int) -> VersionRecord:
+    return VersionRecord(step, step, "/nowhere", "")
+
+
+@pytest.mark.parametrize(
+    ("newest", "last", "ended", "expected"),
+    [
+        (None, None, True, False),
+        (0, None, False, True),
+        (4, 0, False, False),
+        (5, 0, False, True),
+        (4, 0, True, True),
+        (4, 4, True, False),
+    ],
+)
+def test_the_first_every_fifth_and_the_last_version_are_due(
+    newest: int | None, last: int | None, ended: bool, expected: bool
+) -> None:
+    assert due(None if newest is None else version(newest), last, 5, ended) is expected
+
+
+def test_held_weights_outlive_their_folder_and_the_best_stay(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for step, value in ((1, 0.5), (2, 0.4), (3, 0.6)):
+        source = tmp_path / str(step)
+        source.mkdir()
+        (source / "model.safetensors").write_text(str(step))
+        hold(source, run / ".evaluated")
+        (source / "model.safetensors").unlink()
+        record = {"label": "a", "avg@8": {"value": value}, "version": step, "step": step}
+        assert keep_best(run / ".evaluated", run, record, "a/avg@8") is (step != 2)
+        assert not keep_best(run / ".evaluated", run, record, "b/avg@8")
+    assert (run / "best" / "model.safetensors").read_text() == "3"
+    assert json.loads((run / "best.json").read_text())["version"] == 3
+
+
+async def test_a_run_is_evaluated_to_its_last_version(
+    broker: Broker, make_config: ConfigFactory, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path)
+    tasks = [{"name": "max-digit", "prompts": 3, "samples": 2}]
+    evaluation = {"tasks": tasks, "every_steps": 1, "best": "max-digit/avg@2"}
+    config = make_config(**{"model": {"path": folder}, "evaluation": evaluation})
+    config.run.folder.mkdir(parents=True)
+    run = Run(broker).start()
+    broker.publish(run.epoch, VersionRecord(0, 0, str(folder), "x"))
+    engine = FakeEngine(version="unconfirmed", answer=lambda prompt, _rng: [max(prompt[:-1])])
+    loaded: list[int] = []
+
+    async def load(place: Path, number: int) -> None:
+        assert (place / "config.json").exists()
+        loaded.append(number)
+        engine.version = str(number)
+        broker.set_status("finished")
+
+    evaluator = Evaluator(config, broker)
+    with engine.serve() as url:
+        async with EngineClient(url, CHECKPOINT, api_key=None, timeout_s=20) as client:
+            await asyncio.wait_for(evaluator.run(asyncio.Event(), client, load), 60)
+    record = json.loads((config.run.folder / "evaluations.jsonl").read_text())
+    assert (record["version"], record["step"], record["evaluation_lag"], loaded) == (0, 0, 0, [0])
+    assert record["avg@2"]["value"] == 1.0
+    assert (config.run.folder / "best" / "config.json").exists()
+    assert not (config.run.folder / ".evaluated").exists()

@@ -1,0 +1,73 @@
+"""An evaluation counts answers of its version alone, whatever the engine serves meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from rollout.client import EngineClient, Sampling
+from rollout.codec import FileCodec
+from rollout.evaluation.run import Plan, evaluate, result
+from rollout.rewards import ThreadJudge
+from rollout.tasks import make_task
+from tests.fakes.engine import FakeEngine
+from tests.rollout.helpers import CHECKPOINT, tiny_folder
+
+PLAN = Plan(version=3, prompts=6, samples=4, tries=2)
+
+
+async def run(engine: FakeEngine, folder: Path, plan: Plan = PLAN) -> dict[str, object]:
+    task = make_task("max-digit", 0)
+    with engine.serve() as url:
+        async with EngineClient(url, CHECKPOINT, api_key=None, timeout_s=20) as client:
+            answers = await evaluate(
+                task,
+                ThreadJudge(task, 5.0),
+                FileCodec(folder),
+                lambda ids, n: client.generate(ids, n, Sampling(1.0, 1, (2,))),
+                plan,
+            )
+    return result(task.name, plan, answers, step=3)
+
+
+def best(prompt: list[int], _rng: random.Random) -> list[int]:
+    return [max(prompt[:-1])]  # ids of digits grow with the digit
+
+
+async def test_scores_carry_version_step_and_what_they_rest_on(tmp_path: Path) -> None:
+    record = await run(FakeEngine(version="3", answer=best), tiny_folder(tmp_path))
+    assert (record["task"], record["version"], record["step"], record["prompts"]) == ("max-digit", 3, 3, 6)
+    assert record["avg@4"]["value"] == 1.0  # type: ignore[index]
+    assert record["pass@4"]["low"] < 1.0  # type: ignore[index]
+    assert (record["missing"], record["discarded_other_version"], record["truncated"]) == (0, 0, 1.0)
+
+
+async def test_answers_of_another_version_are_thrown_away_and_counted(tmp_path: Path) -> None:
+    engine = FakeEngine(version="4", answer=best)
+    with pytest.raises(ValueError, match="no prompt"):
+        await run(engine, tiny_folder(tmp_path), Plan(version=3, prompts=2, samples=2, tries=1))
+
+
+async def test_a_version_that_changes_in_between_is_never_mixed(tmp_path: Path) -> None:
+    asked = 0
+
+    def answer(prompt: list[int], rng: random.Random) -> list[int]:
+        nonlocal asked
+        asked += 1
+        engine.version = "3" if asked <= 8 else "4"
+        return best(prompt, rng)
+
+    engine = FakeEngine(version="3", answer=answer)
+    record = await run(engine, tiny_folder(tmp_path), Plan(version=3, prompts=4, samples=4, tries=1, concurrency=1))
+    assert record["discarded_other_version"] == 8
+    assert record["missing"] == 8
+
+
+async def test_a_failing_engine_is_asked_again(tmp_path: Path) -> None:
+    engine = FakeEngine(version="3", answer=best)
+    engine.fail("/generate", "status", times=3)
+    record = await asyncio.wait_for(run(engine, tiny_folder(tmp_path)), 30)
+    assert record["missing"] == 0

@@ -1,0 +1,46 @@
+"""The page on tasks is true: its example is a task, and its table names what there is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from rollout.tasks import Response, make_task, registry
+from rollout.tasks.source import SourceSettings
+
+PAGE = (Path(__file__).parents[2] / "docs" / "add-a-task.md").read_text(encoding="utf-8")
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
+def test_the_pages_example_is_a_task_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("my_package.tasks")
+    monkeypatch.setitem(sys.modules, "my_package", ModuleType("my_package"))
+    monkeypatch.setitem(sys.modules, "my_package.tasks", module)
+    exec(compile(block("python"), "docs/add-a-task.md", "exec"), module.__dict__)
+    assert len(block("python").strip().split("\n")) <= 25
+    name, value = re.findall(r'^(\w+) = "(.*)"$', block("toml"), re.MULTILINE)[0]
+    point = EntryPoint(name, value, registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda group, name=None: [point] if name in (None, "sum") else [])
+    asked = yaml.safe_load(block("yaml"))["task"]
+    task = make_task(asked["name"], 0, asked["parameters"])
+    prompt = task.prompt(5)
+    a, b = map(int, prompt.text[:-1].split("+"))
+    assert task.reward(prompt, Response(str(a + b), (), "stop")) == 1.0
+    assert task.reward(prompt, Response("x", (), "stop")) == 0.0
+
+
+def test_the_page_names_every_task_and_every_parameter_of_data_sets() -> None:
+    missing = [name for name in registry.BUILT_IN if f"`{name}`" not in PAGE]
+    missing += [name for name in SourceSettings.__dataclass_fields__ if f"`{name}" not in PAGE]
+    assert not missing
