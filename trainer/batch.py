@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ class MicroBatch:
     response token. behaviour_log_probs: float32 [T], the engine's log-prob of labels[t], 0 elsewhere. advantages:
     float32 [T]. versions: int32 [T], the version that sampled labels[t], -1 elsewhere. sequence_index: int64 [T],
     numbers sequences over this rank's step; -1 for padding. routes: int32 [T, layers, top_k], or None; routes_valid:
-    bool [T], rows of `routes` that hold a trace (None exactly when routes is None). T may be 0.
+    bool [T], rows of `routes` that hold a trace (None exactly when routes is None). reference_log_probs: float32 [T],
+    the reference model's log-prob of labels[t]; None where no loss asks for it. T may be 0.
     """
 
     token_ids: Tensor
@@ -43,6 +44,7 @@ class MicroBatch:
     sequence_index: Tensor
     routes: Tensor | None = None
     routes_valid: Tensor | None = None
+    reference_log_probs: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -65,6 +67,23 @@ class MicroBatch:
         """The same rows with all tensors on `device`."""
         moved: dict[str, Any] = {f.name: v.to(device) for f in fields(self) if (v := getattr(self, f.name)) is not None}
         return replace(self, **moved)
+
+
+class RouteShape(NamedTuple):
+    """What a routing trace must fit. layers: of the model. moe: which of them route tokens; empty: all do.
+
+    A trace comes with all layers, of which the dense ones hold anything, or with the routing ones alone.
+    """
+
+    layers: int
+    top_k: int
+    experts: int
+    moe: tuple[bool, ...] = ()
+
+    @property
+    def routing(self) -> list[int]:
+        """The layers that route tokens."""
+        return [i for i in range(self.layers) if not self.moe or self.moe[i]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,13 +143,13 @@ def plan(
 def pack(
     samples: Sequence[Sample],
     *,
-    route_shape: tuple[int, int, int] | None,
+    route_shape: RouteShape | None,
     pad_multiple: int = 1,
     numbers: Sequence[int] | None = None,
 ) -> MicroBatch:
     """Lay samples one after another.
 
-    route_shape: (layers, top_k, experts) of the model; None when no routes are replayed. pad_multiple: T is rounded up
+    route_shape: of the model; None when no routes are replayed. pad_multiple: T is rounded up
     to a multiple of it. numbers: sequence_index of each sample; default 0, 1, ... Raises ValueError if a trace does not
     fit the model, or names an expert twice for a token or beyond the last.
     """
@@ -162,8 +181,8 @@ def pack(
         versions[predicts] = t.token_versions()
         sequence_index[at:end] = index if numbers is None else numbers[index]
         if routes is not None and route_shape is not None and t.routes is not None:
-            check_routes(t.routes, route_shape)
-            routes[at : end - 1] = t.routes
+            routing = route_shape.routing
+            routes[at : end - 1, routing] = check_routes(t.routes, route_shape)
             routes_valid[at : end - 1] = True
         starts.append(end)
         at = end
@@ -183,26 +202,34 @@ def pack(
     )
 
 
-def spread_routes(rows: int, shape: tuple[int, int, int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+def spread_routes(rows: int, shape: RouteShape) -> np.ndarray[Any, np.dtype[np.int32]]:
     """int32 [rows, layers, top_k]: distinct experts in each row, consecutive rows on different ones.
 
-    shape: (layers, top_k, experts). For rows that no engine routed: all on one expert would unbalance the dispatcher.
+    For rows that no engine routed: all on one expert would unbalance the dispatcher.
     """
-    layers, top_k, experts = shape
-    row = np.arange(rows, dtype=np.int32)[:, None] * top_k + np.arange(top_k, dtype=np.int32)[None, :]
-    return np.repeat((row % experts)[:, None, :], layers, axis=1).astype(np.int32)
+    row = np.arange(rows, dtype=np.int32)[:, None] * shape.top_k + np.arange(shape.top_k, dtype=np.int32)[None, :]
+    return np.repeat((row % shape.experts)[:, None, :], shape.layers, axis=1).astype(np.int32)
 
 
-def check_routes(routes: np.ndarray[Any, Any], shape: tuple[int, int, int]) -> None:
-    """Raise ValueError unless routes [rows, layers, top_k] fit (layers, top_k, experts) with distinct experts a row."""
-    layers, top_k, experts = shape
-    if routes.shape[1:] != (layers, top_k):
-        raise ValueError(f"routes are {list(routes.shape)}, the model has {layers} layers and {top_k} experts a token")
-    if routes.size and int(routes.max()) >= experts:
-        raise ValueError(f"routes name expert {int(routes.max())}, the model has {experts}")
-    ordered = np.sort(routes, axis=-1)
+def check_routes(routes: np.ndarray[Any, Any], shape: RouteShape) -> np.ndarray[Any, Any]:
+    """The part of a trace [rows, layers, top_k] that belongs to routing layers, [rows, routing layers, top_k].
+
+    Raises ValueError unless it fits the shape and names distinct experts for each token; dense layers hold anything.
+    """
+    routing = shape.routing
+    if routes.ndim != 3 or routes.shape[1] not in (shape.layers, len(routing)) or routes.shape[2] != shape.top_k:
+        raise ValueError(
+            f"routes are {list(routes.shape)}, the model has {shape.layers} layers ({len(routing)} with experts) and "
+            f"{shape.top_k} experts a token"
+        )
+    part = routes if routes.shape[1] == len(routing) else routes[:, routing]
+    if part.size and (int(part.max()) >= shape.experts or int(part.min()) < 0):
+        wrong = int(part.max()) if int(part.max()) >= shape.experts else int(part.min())
+        raise ValueError(f"routes name expert {wrong}, the model has {shape.experts}")
+    ordered = np.sort(part, axis=-1)
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ValueError("routes name the same expert twice for one token")
+    return part
 
 
 def padding_share(micro_batches: Sequence[MicroBatch]) -> float:

@@ -21,11 +21,12 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02
 @dataclass(frozen=True, slots=True)
 class Choice:
     """deliveries: the batch of the next step. reason: why it was waited for, longest first; "" if it was not.
-    now_ms: the server's time."""
+    now_ms: the server's time. asked: the step at which an operator asked for a checkpoint, -1: none did."""
 
     deliveries: tuple[Delivery, ...]
     reason: str
     now_ms: int
+    asked: int = -1
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -35,6 +36,7 @@ class Message(msgspec.Struct, frozen=True):
     deliveries: tuple[Delivery, ...] = ()
     reason: str = ""
     now_ms: int = 0
+    asked: int = -1
 
 
 class Chooser:
@@ -45,6 +47,7 @@ class Chooser:
         *,
         pull: Callable[[], tuple[Delivery, ...] | Refused],
         now_ms: Callable[[], int],
+        asked: Callable[[], int],
         stop: Callable[[], bool],
         clock: Callable[[], float],
         sleep: Callable[[float], None],
@@ -53,7 +56,7 @@ class Chooser:
     ) -> None:
         """patience_s: longest time of one round. give_up_s: longest time that the server may be away before its
         error is raised."""
-        self._pull, self._now_ms, self._stop = pull, now_ms, stop
+        self._pull, self._now_ms, self._asked, self._stop = pull, now_ms, asked, stop
         self._clock, self._sleep = clock, sleep
         self._patience_s, self._give_up_s = patience_s, give_up_s
         self._pause = FIRST_PAUSE_S
@@ -69,7 +72,7 @@ class Chooser:
             answer = self._ask()
             if not isinstance(answer, Refused):
                 reasons: Sequence[str] = sorted(self._waited, key=lambda r: -self._waited[r])
-                return Message("batch", answer, reasons[0] if reasons else "", self._now_ms())
+                return Message("batch", answer, reasons[0] if reasons else "", self._now_ms(), self._asked())
             self._waited[answer.reason] = self._waited.get(answer.reason, 0.0) + self._pause
             self._sleep(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
@@ -100,4 +103,4 @@ def share_choice(ranks: Ranks, choose: Callable[[], Message] | None) -> Choice |
         if message.kind == "stop":
             return None
         if message.kind == "batch":
-            return Choice(message.deliveries, message.reason, message.now_ms)
+            return Choice(message.deliveries, message.reason, message.now_ms, message.asked)

@@ -15,11 +15,9 @@ import torch
 from broker.errors import BrokerError, BrokerUnavailable, CorruptPayload
 from broker.types import Delivery, Group, InvalidTrajectory, check_group
 from trainer.advantages import Rewards, all_equal, batch_deviation, group_advantages, sums
-from trainer.batch import MicroBatch, Sample, balance, check_routes, pack, plan
+from trainer.batch import MicroBatch, RouteShape, Sample, balance, check_routes, pack, plan
 from trainer.losses.catalogue import LossSettings
 from trainer.ports import Ranks, TrainerBroker
-
-RouteShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from configs.load import ConfigError
 from configs.schema import RunConfig
 
 STOP_GRACE_S = 8.0
@@ -28,7 +27,8 @@ STOP_GRACE_S = 8.0
 
 _POLL_S = 0.05
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-_PARENT = "LAGRANGE_LAUNCHER_PID"
+PARENT = "LAGRANGE_LAUNCHER_PID"
+"""Names the process with which a rank ends."""
 
 
 def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
@@ -37,17 +37,19 @@ def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. With one rank, or when
     torchrun has already started this process as one, the module runs in this process. SIGTERM and SIGINT are passed on
     to the ranks; when one fails, the others are ended within STOP_GRACE_S and a little. Ranks on several machines:
-    torchrun. Raises ConfigError for launcher "ray".
+    torchrun on each, or Ray. Raises ConfigError if Ray is asked for and not to be had.
     """
-    if config.trainer.launcher == "ray":
-        raise ConfigError("trainer.launcher: ray is not available in this version. Set local or torchrun.")
+    if config.trainer.launcher == "ray" and "RANK" not in os.environ:
+        from trainer.ray_launch import run_on_ray  # noqa: PLC0415 - optional
+
+        return run_on_ray(config, module, arguments)
     ranks = config.trainer.layout.ranks
     if ranks == 1 or "RANK" in os.environ:
         return run_module(module, arguments)
     if config.trainer.launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         return _together([([*command, "-m", "trainer.launch", module, *arguments], {})])
-    port = str(config.trainer.port or _free_port())
+    port = str(config.trainer.port or free_port())
     here = [sys.executable, "-m", "trainer.launch", module, *arguments]
     return _together(
         [
@@ -59,7 +61,7 @@ def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
                     "WORLD_SIZE": str(ranks),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
-                    _PARENT: str(os.getpid()),
+                    PARENT: str(os.getpid()),
                 },
             )
             for rank in range(ranks)
@@ -74,7 +76,7 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 
 def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
     """Run processes until all have ended, or one has failed; returns the first failure's exit code, else 0."""
-    with _signals_noted() as noted:
+    with signals_noted() as noted:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             processes += (subprocess.Popen(command, env=os.environ | extra) for command, extra in commands)
@@ -116,7 +118,7 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[list[int]]:
+def signals_noted() -> Iterator[list[int]]:
     """SIGTERM and SIGINT go into the list that is yielded; the handlers of before come back at the end."""
     noted: list[int] = []
 
@@ -131,7 +133,8 @@ def _signals_noted() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this host that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -139,7 +142,7 @@ def _free_port() -> int:
 
 def _die_with_parent() -> None:
     """On Linux: SIGKILL for this process when the launcher is gone; at once if it is gone already."""
-    parent = os.environ.get(_PARENT)
+    parent = os.environ.get(PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)

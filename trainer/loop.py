@@ -2,9 +2,9 @@
 
 Invariants. 1: right before each update every trained token's lag is checked against the bound; a violation stops the
 trainer. 2: a group's effect reaches the weights at most once in the history that survives: the step is recorded after
-the update and committed after the checkpoint that holds it, and the checkpoint names the groups consumed since the last
-recorded commit. 6: a fenced trainer ends at its next word with the broker, before it can publish or commit. A loss or
-gradient that is not finite ends the run before the update, with the batch saved and its groups back in the queue.
+the update and committed after the checkpoint that holds it (`keeper`), and the checkpoint names the groups consumed
+since the one before. 6: a fenced trainer ends at its next word with the broker, before it can publish or commit. A loss
+or gradient that is not finite ends the run before the update, with the batch saved and its groups back in the queue.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import structlog
@@ -21,13 +20,12 @@ import torch
 from torch import Tensor
 
 from broker.logs import bind_version
-from broker.types import Delivery, Group, Outcome, PromptCursor, VersionRecord
+from broker.types import Delivery, Group, Outcome, Refused
 from configs.schema import RunConfig
-from trainer import versions
-from trainer.batch import MicroBatch
+from trainer.background import Background, Inline
+from trainer.batch import MicroBatch, RouteShape
 from trainer.chooser import Choice, Chooser, share_choice
 from trainer.data import (
-    RouteShape,
     Share,
     fetch_share,
     is_filtered,
@@ -39,37 +37,21 @@ from trainer.data import (
     tokens_by_lag,
 )
 from trainer.failed_batch import save_failed_batch
+from trainer.keeper import Keeper
 from trainer.losses.catalogue import LossSettings, loss_settings
+from trainer.losses.policy import StepContext
 from trainer.losses.sat import Gate
 from trainer.losses.step import loss_function, prepare
-from trainer.ports import CheckpointPort, MetricsSink, PolicyPort, Ranks, SavedState, TrainerBroker
+from trainer.ports import CheckpointPort, MetricsSink, PolicyPort, Ranks, TrainerBroker
+from trainer.progress import Progress, RunFailed, share_numbers
 from trainer.quantile import SumCounts, alone
-from trainer.schedule import learning_rate
+from trainer.schedule import learning_rate, staleness_factor
 from trainer.statistics import step_statistics
 from trainer.timing import Stopwatch
 
 log = structlog.get_logger()
 
 End = Literal["finished", "stopped"]
-
-
-class RunFailed(Exception):
-    """The run cannot go on, and starting the trainer again would not help; the message is meant for the user."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where this trainer is. version: of the weights it holds. consumed: groups trained since the last commit."""
-
-    epoch: int = -1
-    step: int = 0
-    version: int = -1
-    published: int = -1
-    checkpointed: int = 0
-    consumed: list[int] = field(default_factory=list)
-    cursor: PromptCursor = field(default_factory=PromptCursor)
-    gate: Gate | None = None
-    began: float = 0.0
 
 
 class Trainer:
@@ -85,13 +67,15 @@ class Trainer:
         checkpoints: CheckpointPort,
         sink: Callable[[int], MetricsSink],
         route_shape: RouteShape | None,
+        background: Background | None = None,
         stop: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """sink: makes the sink of metrics, given the step that the run resumes from; used on the main rank alone.
-        route_shape: (layers, top_k, experts) when routing is replayed. stop: whether the process was asked to end."""
+        route_shape: given when routing is replayed. background: where weights and checkpoints are
+        written; default: in the step. stop: whether the process was asked to end."""
         self.config = config
         self.settings: LossSettings = loss_settings(config)
         self.broker, self.ranks, self.policy, self.checkpoints = broker, ranks, policy, checkpoints
@@ -99,7 +83,14 @@ class Trainer:
         self.progress = Progress()
         self._make_sink, self._sink = sink, cast(MetricsSink | None, None)
         self._stop, self._clock, self._wall, self._sleep = stop, clock, wall, sleep
-        self._weights = config.run.folder / "weights"
+        self._keeper = Keeper(
+            config,
+            broker=broker,
+            ranks=ranks,
+            policy=policy,
+            checkpoints=checkpoints,
+            background=background or Inline(),
+        )
         self._sum: SumCounts = ranks.sum_over_data if ranks.data_size > 1 else alone
         self._watch = Stopwatch(clock)
 
@@ -117,7 +108,8 @@ class Trainer:
             self.close()
 
     def close(self) -> None:
-        """Close the sink of metrics; no record is lost without it."""
+        """Let go of the writer and of the sink of metrics; no record is lost without it."""
+        self._keeper.close()
         if self._sink is not None:
             self._sink.close()
 
@@ -147,24 +139,25 @@ class Trainer:
         p.epoch, p.version = share_numbers(self.ranks, named)
         p.consumed = []  # attaching made them durable
         bind_version(p.version)
-        self.publish()
+        self._keeper.publish(p, self._watch)
         self._watch = Stopwatch(self._clock)
 
     def finish(self) -> None:
         """Publish and keep the last weights, export the model, and say that the run is finished."""
         p = self.progress
         if p.published != p.version:
-            self.publish()
+            self._keeper.publish(p, self._watch)
         if p.checkpointed != p.step:
-            self.checkpoint()
-        self._export(self.config.run.folder / "model-final")
+            self._keeper.checkpoint(p, self._watch)
+        self._keeper.export_final()
         if self.ranks.is_main:
             self.broker.set_status("finished")
 
     def _save_on_stop(self) -> None:
         p = self.progress
         if p.step > p.checkpointed:
-            self.checkpoint()
+            self._keeper.checkpoint(p, self._watch)
+        self._keeper.wait()
         if self.ranks.is_main:
             self.broker.return_leased(p.epoch)
             log.info("stopped", step=p.step, checkpoint=p.checkpointed)
@@ -183,7 +176,7 @@ class Trainer:
             budget, multiple = self.config.trainer.micro_batch_tokens, self.config.trainer.layout.tensor
             batches = micro_batches(samples, budget, self.route_shape, multiple, self.ranks)
             filtered = self._filtered(choice.deliveries, share, groups)
-        context = self._prepare(batches, watch)
+        batches, context = self._prepare(batches, watch)
         bound = self._check_bound(groups)
         with watch.measure("forward_backward_s"):
             reports = self.policy.forward_backward(
@@ -192,12 +185,7 @@ class Trainer:
                 entropy_gradient=self.settings.entropy_coefficient > 0,
             )
             self._check_finite(reports, batches, groups)
-        rate = learning_rate(self.config.trainer.optimizer, p.step, self.config.run.steps)
-        with watch.measure("optimizer_s"):
-            norm, applied = self.policy.optimizer_step(rate)
-        if not applied:
-            self._fail(batches, reports, groups, "the optimizer refused the step: a gradient is not finite")
-        record, p.gate = step_statistics(
+        record, gate = step_statistics(
             batches,
             reports,
             version=p.version,
@@ -206,6 +194,14 @@ class Trainer:
             gate=context.gate,
             sum_over=self._sum,
         )
+        optimizer = self.config.trainer.optimizer
+        rate = learning_rate(optimizer, p.step, self.config.run.steps)
+        rate *= staleness_factor(optimizer, record["lag_mean"], record["ess"])
+        with watch.measure("optimizer_s"):
+            norm, applied = self.policy.optimizer_step(rate)
+        if not applied:
+            self._fail(batches, reports, groups, "the optimizer refused the step: a gradient is not finite")
+        p.gate = gate
         record |= {"grad_norm": norm, "learning_rate": rate, "replay_overlap": self._replay_overlap()}
         record |= self._batch_facts(choice, groups, filtered)
         lags = self._sum(tokens_by_lag(groups, p.version, bound + 1)).tolist()
@@ -238,10 +234,10 @@ class Trainer:
                 self.broker.return_leased(p.epoch)
 
     def _chooser(self) -> Chooser:
-        p = self.progress
         return Chooser(
-            pull=lambda: self.broker.pull(p.epoch, p.version, self.config.trainer.groups_per_step),
+            pull=self._pull,
             now_ms=self.broker.server_time_ms,
+            asked=self.broker.checkpoint_asked,
             stop=self._stop,
             clock=self._clock,
             sleep=self._sleep,
@@ -249,12 +245,20 @@ class Trainer:
             give_up_s=self.config.trainer.lease_s,
         )
 
-    def _prepare(self, batches: Sequence[MicroBatch], watch: Stopwatch) -> Any:
+    def _pull(self) -> tuple[Delivery, ...] | Refused:
+        self._keeper.check()  # a version that cannot be written would be waited for without end
+        return self.broker.pull(self.progress.epoch, self.progress.version, self.config.trainer.groups_per_step)
+
+    def _prepare(self, batches: list[MicroBatch], watch: Stopwatch) -> tuple[list[MicroBatch], StepContext]:
+        """The micro-batches with all that the loss wants of each, and what it wants to know of the whole step."""
         log_probs: list[Tensor] | None = None
-        if self.settings.needs_log_prob_pass:
-            with watch.measure("log_prob_s"):
+        with watch.measure("log_prob_s"):
+            if self.settings.needs_log_prob_pass:
                 log_probs = [scores.log_probs for scores in self.policy.log_probs(batches)]
-        return prepare(self.settings, batches, log_probs, previous=self.progress.gate, sum_over=self._sum)
+            if self.settings.reference_kl:
+                found = self.policy.reference_log_probs(batches)
+                batches = [replace(b, reference_log_probs=s.log_probs) for b, s in zip(batches, found, strict=True)]
+        return batches, prepare(self.settings, batches, log_probs, previous=self.progress.gate, sum_over=self._sum)
 
     def _check_bound(self, groups: Sequence[Group]) -> int:
         """Invariant 1, the last check before the update; returns the bound that holds now."""
@@ -362,56 +366,18 @@ class Trainer:
         p.consumed.extend(d.group_id for d in choice.deliveries)
         p.step, p.version = p.step + 1, p.version + 1
         bind_version(p.version)
-        last = p.step == self.config.run.steps
-        if p.version - p.published >= self.config.weights.publish_interval or last:
-            with watch.measure("export_s"):
-                self.publish()
+        publish, save = self._keeper.due(p, choice.asked)
+        if publish:
+            self._keeper.publish(p, watch)
         if self._sink is not None:  # before the checkpoint: a step that survives has its record
             self._sink.write(record | watch.seconds | self._speed(record, watch))
         self._watch = Stopwatch(self._clock)  # a checkpoint counts for the step that waits for it
-        if p.step - p.checkpointed >= self.config.trainer.checkpoint.interval_steps or last:
-            self.checkpoint()
+        if save:
+            self._keeper.checkpoint(p, self._watch)
 
     def _speed(self, record: dict[str, Any], watch: Stopwatch) -> dict[str, float]:
         seconds = watch.total
         return {"step_s": seconds, "tokens_per_s": record["total_tokens"] / seconds if seconds > 0 else 0.0}
 
-    def publish(self) -> None:
-        """Export this version and announce it; remove versions that nobody needs."""
-        p = self.progress
-        folder = versions.folder_of(self._weights, p.version)
-        self._export(folder)
-        p.published = p.version
-        if self.ranks.is_main:
-            checksum = versions.checksum_of(folder)
-            self.broker.publish(p.epoch, VersionRecord(p.version, p.step, str(folder.absolute()), checksum))
-            versions.remove_old(self.broker, self._weights, self.config.weights.keep)
-
-    def _export(self, folder: Path) -> None:
-        if self.ranks.is_main:
-            versions.remove_leftover(folder)
-        self.ranks.barrier()
-        self.policy.export_hf(folder)
-
-    def checkpoint(self) -> None:
-        """Save, then commit: after this the step's groups are durable."""
-        p, watch = self.progress, self._watch
-        gate = [p.gate.quantile, p.gate.scale] if p.gate is not None and math.isfinite(p.gate.quantile) else None
-        with watch.measure("checkpoint_s"):
-            self.checkpoints.save(
-                SavedState(p.step, p.version, tuple(p.consumed), p.cursor, {"gate": gate, "began": p.began})
-            )
-        p.checkpointed = p.step
-        with watch.measure("commit_s"):
-            if self.ranks.is_main:
-                self.broker.commit(p.epoch, p.step)
-        p.consumed = []
-
     def _count(self, value: int) -> int:
         return int(self._sum(torch.tensor([value], dtype=torch.int64)).sum())
-
-
-def share_numbers(ranks: Ranks, numbers: Sequence[int]) -> tuple[int, ...]:
-    """The main rank's numbers on every rank. Collective."""
-    payload = " ".join(map(str, numbers)).encode() if ranks.is_main else None
-    return tuple(map(int, ranks.broadcast_bytes(payload).split()))

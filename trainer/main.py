@@ -26,6 +26,7 @@ from broker.types import PromptCursor
 from configs.load import ConfigError, load_config, save_config
 from configs.schema import RunConfig
 from configs.secrets import REDIS_PASSWORD, read_secret
+from trainer.background import Worker
 from trainer.losses.catalogue import loss_settings, warnings
 from trainer.ports import SavedState
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def rank_main(config: RunConfig) -> int:
     """Run one rank to its end; returns the exit code."""
-    from trainer.loop import RunFailed  # noqa: PLC0415 - imports torch
+    from trainer.progress import RunFailed  # noqa: PLC0415 - imports torch
 
     rank = int(os.environ.get("RANK", "0"))
     configure_logs(config.run.id, "trainer" if rank == 0 else f"trainer-{rank}")
@@ -96,10 +97,11 @@ def _check(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
+    from trainer.batch import RouteShape  # noqa: PLC0415 - imports torch
     from trainer.loop import Trainer  # noqa: PLC0415 - imports torch
     from trainer.megatron.parallel import parallel  # noqa: PLC0415
     from trainer.megatron.policy import PolicyModel  # noqa: PLC0415
-    from trainer.metrics import JsonLines  # noqa: PLC0415
+    from trainer.sinks import sinks_of  # noqa: PLC0415
 
     assert config.redis.url is not None
     assert config.model.path is not None
@@ -120,8 +122,9 @@ def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
             ranks=ranks,
             policy=policy,
             checkpoints=Checkpoints(config, policy),
-            sink=lambda step: JsonLines(config.run.folder / "metrics.jsonl", step),
-            route_shape=(shape.layers, shape.top_k, shape.experts) if replay else None,
+            sink=lambda step: sinks_of(config, step),
+            route_shape=RouteShape(shape.layers, shape.top_k, shape.experts, shape.moe_layers) if replay else None,
+            background=Worker(),
             stop=stop,
         )
         with _keep_alive(broker, trainer, config.trainer.lease_s / 3 if ranks.is_main else None):
@@ -140,9 +143,9 @@ class Checkpoints:
         """Folder of this run's checkpoints."""
         return self.config.run.folder / "checkpoints"
 
-    def save(self, state: SavedState) -> None:
+    def stage(self, state: SavedState) -> Callable[[], object]:
         """See the port."""
-        from trainer.megatron.checkpoint import TrainingState, save_checkpoint  # noqa: PLC0415
+        from trainer.megatron.checkpoint import TrainingState, stage_checkpoint  # noqa: PLC0415
 
         kept = TrainingState(
             step=state.step,
@@ -152,7 +155,8 @@ class Checkpoints:
             config_hash=config_hash(self.config),
             extra={**state.extra, "open": list(state.cursor.open)},
         )
-        save_checkpoint(self.policy, self.root, kept, keep=self.config.trainer.checkpoint.keep)  # type: ignore[arg-type]
+        keep = self.config.trainer.checkpoint.keep
+        return stage_checkpoint(self.policy, self.root, kept, keep=keep)  # type: ignore[arg-type]
 
     def load_newest(self) -> SavedState | None:
         """See the port."""

@@ -21,7 +21,7 @@ from trainer.quantile import SumCounts, alone, exact_quantile
 
 SUMS = (
     "loss", "active", "nonfinite", "entropy", "kl", "abs_d", "clipped", "w", "w_squared",
-    "gated", "newly_clipped", "radius_low", "radius_high", "lag",
+    "gated", "newly_clipped", "radius_low", "radius_high", "lag", "reference_kl",
 )  # fmt: skip
 BY_LAG = ("tokens", "abs_d", "gated")
 
@@ -60,6 +60,7 @@ def step_statistics(
         "loss": total["loss"],
         "entropy": _mean(total["entropy"], n),
         "kl_behaviour": _mean(total["kl"], n),
+        "kl_reference": _mean(total["reference_kl"], n) if settings.reference_kl else None,
         "log_ratio_abs_mean": _mean(total["abs_d"], n),
         "log_ratio_abs_max": number(exact_quantile(_join(distances), 1.0, sum_counts=sum_over)),
         "clip_fraction": _mean(total["clipped"], n),
@@ -151,5 +152,6 @@ def _sums(tokens: Tokens, report: Mapping[str, Tensor], lag: Tensor) -> Tensor:
             over("radius_low"),
             over("radius_high"),
             lag[active].double().sum(),
+            over("reference_kl"),
         ]
     )

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 PARTS = (
     "wait_s", "fetch_s", "pack_s", "log_prob_s", "forward_backward_s", "optimizer_s", "export_s", "checkpoint_s",
-    "commit_s",
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Folders of published weights: names, checksum, and which may go.
 
 Invariant: a folder is removed only after its version was forgotten in the registry, and never while it is among the
-newest that the configuration keeps or an engine serves it.
+newest that the configuration keeps, an engine serves it, or an engine may be loading it. A lease needs no folder: what
+it samples comes from the engine's memory, and an engine that loads again takes the newest version.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from broker.types import EngineRecord, EngineState, VersionRecord
 from trainer.ports import TrainerBroker
+
+BUSY = frozenset({EngineState.PAUSING, EngineState.UPDATING, EngineState.LOADING, EngineState.VERIFYING})
 
 _NAME = re.compile(r"^v(\d{6,})$")
 
@@ -40,14 +44,29 @@ def removable(on_disk: Iterable[int], in_use: Collection[int], keep: int) -> lis
     return [v for v in ordered[: max(len(ordered) - keep, 0)] if v not in in_use]
 
 
+def needed_by(engine: EngineRecord, published: Sequence[VersionRecord], update_ms: float) -> set[int]:
+    """Versions that an engine may read from: the one that it serves, and while it changes all that it may have chosen.
+
+    It chooses the newest of the moment in which an update begins. That was at most update_ms, the limit of one update,
+    before its last change of state, so that moment's newest version and all later ones are kept.
+    """
+    needed = {engine.version} if engine.version >= 0 else set()
+    if engine.state not in BUSY:
+        return needed
+    earliest = engine.since_ms - update_ms
+    first = max((r.version for r in published if r.published_ms <= earliest), default=-1)
+    return needed | {r.version for r in published if r.version >= first}
+
+
 def remove_leftover(folder: Path) -> None:
     """Delete what an export left that was never announced (its process died in between)."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_old(broker: TrainerBroker, root: Path, keep: int) -> list[int]:
-    """Forget and delete what is removable; returns those versions."""
-    in_use = {engine.version for engine in broker.engines()}
+def remove_old(broker: TrainerBroker, root: Path, keep: int, update_s: float) -> list[int]:
+    """Forget and delete what is removable; returns those versions. update_s: limit of one update, in seconds."""
+    published = broker.versions()
+    in_use = {version for engine in broker.engines() for version in needed_by(engine, published, 1000 * update_s)}
     gone = removable(versions_on_disk(root), in_use, keep)
     for version in gone:
         broker.forget_version(version)

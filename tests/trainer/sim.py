@@ -46,6 +46,14 @@ class BigramPolicy:
         with torch.no_grad():
             return [_Scores(*self._scores(b)) for b in micro_batches]
 
+    def reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Any]:
+        kept = self.table
+        self.table = torch.zeros_like(kept)
+        try:
+            return self.log_probs(micro_batches)
+        finally:
+            self.table = kept
+
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, entropy_gradient: bool = False
     ) -> list[dict[str, Tensor]]:
@@ -76,11 +84,15 @@ class BigramPolicy:
         self.steps += 1
         return float(self.table.grad.norm()), True
 
-    def export_hf(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+    def stage_export(self, folder: Path) -> Callable[[], None]:
         data = json.dumps(self.table.detach().tolist()).encode()
-        (folder / "table.json").write_bytes(data)
-        (folder / "manifest.json").write_text(hashlib.sha256(data).hexdigest())
+
+        def write() -> None:
+            folder.mkdir(parents=True)
+            (folder / "table.json").write_bytes(data)
+            (folder / "manifest.json").write_text(hashlib.sha256(data).hexdigest())
+
+        return write
 
 
 class _Scores:
@@ -99,10 +111,11 @@ class MemoryCheckpoints:
         self.policy = policy
         return self
 
-    def save(self, state: SavedState) -> None:
+    def stage(self, state: SavedState) -> Callable[[], None]:
         assert self.policy is not None
-        optimizer = torch.optim.AdamW.state_dict(self.policy.optimizer)
-        self.kept.append((state, json_copy(optimizer), self.policy.table.detach().clone()))
+        optimizer = json_copy(torch.optim.AdamW.state_dict(self.policy.optimizer))
+        table = self.policy.table.detach().clone()
+        return lambda: self.kept.append((state, optimizer, table))
 
     def load_newest(self) -> SavedState | None:
         if not self.kept:

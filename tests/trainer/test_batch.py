@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.trainer.helpers import given, packed, sample, trajectory
-from trainer.batch import balance, check_routes, first_fit, padding_share, plan, spread_routes
+from trainer.batch import RouteShape, balance, check_routes, first_fit, padding_share, plan, spread_routes
 
 
 def test_each_position_predicts_the_next_token_of_its_own_sequence() -> None:
@@ -31,7 +31,7 @@ def test_each_position_predicts_the_next_token_of_its_own_sequence() -> None:
 
 def test_a_routing_trace_lies_on_the_rows_whose_forward_made_it_and_the_last_row_is_spread() -> None:
     routes = np.array([[[3, 1]], [[0, 2]], [[1, 0]]], np.uint8)
-    b = packed([sample(trajectory([1, 2], [3, 4], routes=routes))], route_shape=(1, 2, 4), pad_multiple=8)
+    b = packed([sample(trajectory([1, 2], [3, 4], routes=routes))], route_shape=RouteShape(1, 2, 4), pad_multiple=8)
     assert b.routes is not None
     assert b.routes_valid is not None
     assert b.routes[:3, 0].tolist() == [[3, 1], [0, 2], [1, 0]]
@@ -44,7 +44,7 @@ def test_a_routing_trace_lies_on_the_rows_whose_forward_made_it_and_the_last_row
 def test_no_routes_are_carried_without_replay_or_without_any_trace() -> None:
     routes = np.zeros((3, 1, 1), np.uint8)
     assert packed([sample(trajectory([1, 2], [3, 4], routes=routes))]).routes is None
-    bare = packed([sample(trajectory([1, 2], [3, 4]))], route_shape=(1, 1, 4))
+    bare = packed([sample(trajectory([1, 2], [3, 4]))], route_shape=RouteShape(1, 1, 4))
     assert bare.routes is None
     assert bare.routes_valid is None
 
@@ -59,13 +59,13 @@ def test_no_routes_are_carried_without_replay_or_without_any_trace() -> None:
 )
 def test_a_trace_that_does_not_fit_the_model_is_refused(routes: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_routes(routes, (1 if routes.shape[1] == 1 else 3, 2, 4))
+        check_routes(routes, RouteShape(1 if routes.shape[1] == 1 else 3, 2, 4))
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 5))
 def test_made_up_routes_name_distinct_experts_and_use_all_of_them(rows: int, layers: int, k: int, more: int) -> None:
-    routes = spread_routes(rows, (layers, k, k + more))
-    check_routes(routes, (layers, k, k + more))
+    routes = spread_routes(rows, RouteShape(layers, k, k + more))
+    check_routes(routes, RouteShape(layers, k, k + more))
     assert len(np.unique(routes)) == min(k + more, rows * k)
 
 
@@ -106,3 +106,42 @@ def test_an_empty_micro_batch_has_no_rows() -> None:
     assert (b.tokens, b.sequences) == (0, 0)
     assert b.segments().shape == (0,)
     assert torch.equal(b.sequence_starts, torch.tensor([0], dtype=torch.int32))
+
+
+def test_a_trace_of_a_model_with_dense_layers_is_checked_and_laid_out_by_its_routing_layers() -> None:
+    shape = RouteShape(3, 2, 4, (True, False, True))
+    routing = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 0], [1, 3]]], np.uint8)
+    whole = np.zeros((3, 3, 2), np.uint8)  # what an engine reports for a dense layer is no trace: zeros here
+    whole[:, [0, 2]] = routing
+    rows = [
+        packed([sample(trajectory([1, 2], [3, 4], routes=routes))], route_shape=shape).routes
+        for routes in (routing, whole)
+    ]
+    assert rows[0] is not None
+    assert rows[1] is not None
+    assert torch.equal(rows[0], rows[1])
+    assert np.array_equal(rows[0][:3, [0, 2]].numpy(), routing)
+    whole[1, 2] = [3, 3]
+    with pytest.raises(ValueError, match="twice"):
+        check_routes(whole, shape)
+    with pytest.raises(ValueError, match=r"3 layers \(2 with experts\)"):
+        check_routes(np.zeros((3, 1, 2), np.uint8), shape)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_at_most_a_twentieth_is_padding_and_micro_batches_are_full_for_long_tailed_lengths(ranks: int) -> None:
+    random = np.random.default_rng(0)
+    budget = 16384
+    lengths = np.clip(random.lognormal(6.5, 1.0, 256), 8, budget).astype(int).tolist()
+    shares = balance(lengths, ranks)
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert max(loads) < 1.02 * sum(loads) / ranks
+    rows = 0
+    for share in shares:
+        samples = [sample(trajectory([1], [2] * (lengths[i] - 1))) for i in share]
+        parts = plan(samples, budget)
+        batches = [packed([samples[i] for i in part], pad_multiple=8) for part in parts]
+        assert all(b.tokens <= budget for b in batches)
+        assert padding_share(batches) < 0.01
+        rows += len(batches) * budget
+    assert sum(lengths) > 0.95 * rows - ranks * budget  # nearly full, but for the last micro-batch of each rank

@@ -13,7 +13,7 @@ from broker.errors import BrokerUnavailable, CorruptPayload, Fenced
 from broker.queue import Broker
 from tests.conftest import ConfigFactory
 from tests.trainer.sim import BigramPolicy, MemoryCheckpoints, World, records, trainer_of
-from trainer.loop import RunFailed
+from trainer.progress import RunFailed
 from trainer.versions import folder_of, versions_on_disk
 
 
@@ -74,7 +74,7 @@ def test_every_record_holds_the_promised_keys_and_is_plain_json(config: Any, han
         "lag_min", "lag_mean", "lag_max", "by_lag", "sat", "response_tokens", "total_tokens",
         "response_length_mean", "groups", "groups_filtered", "replay_overlap", "wait_s", "wait_reason",
         "fetch_s", "pack_s", "log_prob_s", "forward_backward_s", "optimizer_s", "export_s", "checkpoint_s",
-        "commit_s", "step_s", "tokens_per_s", "queue_wait_ms_mean",
+        "step_s", "tokens_per_s", "queue_wait_ms_mean",
     }  # fmt: skip
     sat = {"q", "gate_rate", "c_min", "radius_low", "radius_high", "d_star_plus", "d_star_minus", "new_clip_fraction"}
     for record in records(config):
@@ -163,16 +163,21 @@ def test_killing_the_trainer_at_any_point_trains_no_group_twice_and_loses_none(
     first = BigramPolicy()
     trainer = trainer_of(config, broker, world, checkpoints, policy=first)
     if point == "save":
-        saved = checkpoints.save
+        staged = checkpoints.stage
 
-        def save_then_die(state: Any) -> None:
-            nonlocal calls
-            calls += 1
-            saved(state)
-            if calls == at:
-                raise Killed
+        def save_then_die(state: Any) -> Any:
+            write = staged(state)
 
-        trainer.checkpoints = Wrapped(checkpoints, save=save_then_die)  # type: ignore[arg-type]
+            def job() -> None:
+                nonlocal calls
+                calls += 1
+                write()
+                if calls == at:
+                    raise Killed
+
+            return job
+
+        checkpoints.stage = save_then_die  # type: ignore[method-assign]
     with pytest.raises(Killed):
         trainer.run()
     survived = checkpoints.kept[-1][0].step if checkpoints.kept else 0
@@ -311,3 +316,45 @@ def test_groups_of_equal_reward_count_as_filtered_and_move_nothing(config: Any, 
     assert (seen.groups.filtered, seen.groups.trained) == (18, 0)
     assert seen.groups.closes
     assert all(r["groups_filtered"] == 3 and r["loss"] == 0 and math.isfinite(r["grad_norm"]) for r in records(config))
+
+
+@pytest.mark.parametrize("staleness", ["lag", "ess"])
+def test_a_reference_model_holds_the_policy_and_a_stale_step_is_smaller(
+    redis_url: str, make_config: ConfigFactory, staleness: str
+) -> None:
+    held: list[float] = []
+    for beta in (0.0, 10.0):
+        config = make_config(
+            **{
+                "run.steps": 8,
+                "run.id": f"held-{beta}-{staleness}",
+                "lag.max": 2,
+                "trainer.loss": {"reference_kl": beta},
+                "trainer.optimizer": {"learning_rate": 0.05, "staleness": staleness},
+            }
+        )
+        broker = Broker.connect(redis_url, config.run.id, timeout_s=5)
+        broker.initialise(config)
+        policy = BigramPolicy()
+        trainer_of(config, broker, World(config, broker), MemoryCheckpoints(), policy=policy).run()
+        broker.close()
+        found = records(config)
+        for record in found:
+            factor = 1 / max(1.0, record["lag_mean"]) if staleness == "lag" else record["ess"]
+            assert record["learning_rate"] == pytest.approx(0.05 * factor)
+            assert (record["kl_reference"] is None) == (beta == 0.0)
+        held.append(float(policy.table.detach().square().sum()))
+    assert held[1] < held[0]
+
+
+def test_a_checkpoint_that_an_operator_asks_for_is_made_at_the_next_step_and_once(
+    redis_url: str, make_config: ConfigFactory
+) -> None:
+    config = make_config(**{"run.steps": 6, "trainer.checkpoint": {"interval_steps": 50}})
+    handle = Broker.connect(redis_url, config.run.id, timeout_s=5)
+    handle.initialise(config)
+    checkpoints, world = MemoryCheckpoints(), World(config, handle)
+    asked = Wrapped(handle, checkpoint_asked=lambda: 2 if handle.snapshot().step >= 2 else -1)
+    assert trainer_of(config, asked, world, checkpoints).run() == "finished"
+    assert [state.step for state, _, _ in checkpoints.kept] == [3, 6]
+    handle.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,7 +109,7 @@ def on_an_edge(rows: list[Row]) -> bool:
     moved = [math.exp(t[0] + t[1]) - math.exp(t[0]) for row in rows for t in row]
     return (
         any(abs(v - e) < 1e-5 for v in values for e in edges)
-        or any(abs(abs(m) - 0.2) < 1e-5 for m in moved)
+        or any(abs(abs(m) - 0.15) < 1e-5 for m in moved)
         or any(abs(math.log(s) / 1.01 - 0.1) < 1e-5 for s in squares)
     )
 
@@ -207,3 +208,26 @@ def test_an_unknown_loss_or_parameter_is_refused_with_the_nearest_name() -> None
 
 def test_every_function_of_the_registry_has_a_word_and_every_word_a_function() -> None:
     assert {entry.function for entry in CATALOGUE.values()} == set(FUNCTIONS)
+
+
+def test_the_reference_penalty_is_the_k3_estimate_with_its_gradient_whatever_the_micro_batching() -> None:
+    chosen = settings("grpo", reference_kl=0.5)
+    behaviour, log_probs = [[-1.0, -2.0], [-0.5]], [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5])]
+    reference = [[-1.2, -1.0], [float("nan")]]  # where the reference knows nothing, it says nothing
+    plain = flat_batch(behaviour, [[0.0, 0.0], [0.0]])
+    whole = replace(plain, reference_log_probs=torch.tensor([x for row in reference for x in row]))
+    parts = [
+        replace(flat_batch([b], [[0.0] * len(b)]), reference_log_probs=torch.tensor(r))
+        for b, r in zip(behaviour, reference, strict=True)
+    ]
+    distance = [-1.2 + 1.0, -1.0 + 2.0, 0.0]
+    want = 0.5 * sum(math.exp(x) - x - 1 for x in distance) / 3
+    slope = [0.5 * (1 - math.exp(x)) / 3 for x in distance]
+    one = step_loss(chosen, [whole], [torch.cat(log_probs)])
+    two = step_loss(chosen, parts, log_probs)
+    for loss, gradients, reports in (one, two):
+        assert loss == pytest.approx(want, rel=1e-5)
+        assert torch.cat(gradients).tolist() == pytest.approx(slope, rel=1e-5, abs=1e-9)
+        assert sum(float(r["reference_kl"].sum()) for r in reports) == pytest.approx(2 * 3 * want, rel=1e-5)
+    with pytest.raises(ValueError, match="reference_log_probs"):
+        step_loss(chosen, [plain], [torch.cat(log_probs)])

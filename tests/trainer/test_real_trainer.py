@@ -155,11 +155,10 @@ def records(config: RunConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-@pytest.mark.parametrize("data", [1, 2])
-def test_the_real_trainer_trains_a_run_to_its_end(
-    make_config: ConfigFactory, redis_url: str, tmp_path: Path, start: Starter, data: int
+def test_two_ranks_train_a_run_to_its_end(
+    make_config: ConfigFactory, redis_url: str, tmp_path: Path, start: Starter
 ) -> None:
-    config, broker = prepare(make_config, redis_url, tmp_path, **{"trainer.layout": {"data": data}})
+    config, broker = prepare(make_config, redis_url, tmp_path, **{"trainer.layout": {"data": 2}})
     with Feeder(broker, config).running():
         assert start(config).wait(100) == 0, explain(tmp_path)
     seen = broker.snapshot()
@@ -173,26 +172,34 @@ def test_the_real_trainer_trains_a_run_to_its_end(
     broker.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_real_trainer_that_is_ended_resumes_and_trains_nothing_twice(
-    make_config: ConfigFactory, redis_url: str, tmp_path: Path, start: Starter, how: signal.Signals
+def test_a_trainer_that_is_ended_and_then_killed_resumes_each_time_and_trains_nothing_twice(
+    make_config: ConfigFactory, redis_url: str, tmp_path: Path, start: Starter
 ) -> None:
-    config, broker = prepare(make_config, redis_url, tmp_path, **{"run.steps": 8})
-    with Feeder(broker, config).running():
-        first = start(config)
+    config, broker = prepare(make_config, redis_url, tmp_path, **{"run.steps": 10})
+
+    def run_until(step: int) -> subprocess.Popen[bytes]:
+        process = start(config)
         deadline = time.monotonic() + 90
-        while len(records(config)) < 3:
-            assert first.poll() is None, explain(tmp_path)
+        while len(records(config)) < step:
+            assert process.poll() is None, explain(tmp_path)
             assert time.monotonic() < deadline, explain(tmp_path)
             time.sleep(0.02)
-        first.send_signal(how)
-        code = first.wait(20)
-        assert code == (0 if how == signal.SIGTERM else -signal.SIGKILL), explain(tmp_path)
+        return process
+
+    with Feeder(broker, config).running():
+        asked = run_until(3)
+        asked.send_signal(signal.SIGTERM)
+        assert asked.wait(30) == 0, explain(tmp_path)
+        stopped_at = broker.snapshot().step
+        assert broker.snapshot().durable_step == stopped_at  # everything was written before it ended
+        killed = run_until(stopped_at + 3)
+        killed.send_signal(signal.SIGKILL)
+        assert killed.wait(20) == -signal.SIGKILL
         assert start(config).wait(100) == 0, explain(tmp_path)
     seen = broker.snapshot()
-    assert (seen.status, seen.step, seen.durable_step) == ("finished", 8, 8)
+    assert (seen.status, seen.step, seen.durable_step) == ("finished", 10, 10)
     assert seen.groups.closes
     assert seen.tokens.closes
-    assert seen.groups.trained + seen.groups.filtered == 16
-    assert [r["step"] for r in records(config)] == list(range(1, 9))
+    assert seen.groups.trained + seen.groups.filtered == 20
+    assert [r["step"] for r in records(config)] == list(range(1, 11))
     broker.close()

@@ -22,7 +22,7 @@ Results = dict[str, dict[str, Tensor]]
 Runner = Callable[..., Results]
 
 
-def run(*command: str, timeout: float = 280) -> None:
+def run(*command: str, timeout: float = 580) -> None:
     """Run python with these arguments from the project's root; fail with its output if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRANSFORMERS_OFFLINE": "1"}
     done = subprocess.run(
@@ -47,11 +47,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """Runs worker.py under a configuration and returns its results by key."""
+    """Runs worker.py under (configuration, what to do) pairs and returns its results by key."""
 
-    def start(config: dict[str, Any], do: list[list[Any]]) -> Results:
+    def start(*parts: tuple[dict[str, Any], list[list[Any]]]) -> Results:
         out = tmp_path_factory.mktemp("ranks")
-        run("-m", "tests.trainer_megatron.worker", str(out), json.dumps({"config": config, "do": do}))
+        spec = [{"config": config, "do": do} for config, do in parts]
+        run("-m", "tests.trainer_megatron.worker", str(out), json.dumps(spec))
         return {path.stem: load_file(path) for path in out.glob("*.safetensors")}
 
     return start
@@ -77,6 +78,7 @@ def single(reference: Path, ranks: Runner, tmp_path_factory: pytest.TempPathFact
         ["model", "", {"folder": moe}],
         ["export", "export-moe", {"folder": str(folder / "moe")}],
         ["scores", "scores-moe", {}],
+        ["whole_logits", "whole-logits", {}],
         ["scores", "scores-unpacked", {"unpacked": True}],
         ["gradients", "gradients-moe", {}],
         ["drop_gradients", "dropped", {}],
@@ -95,4 +97,4 @@ def single(reference: Path, ranks: Runner, tmp_path_factory: pytest.TempPathFact
         ["step", "step-2", {}],
         ["save", "saved-2", {"root": str(folder / "checkpoints"), "step": 2}],
     ]
-    return ranks({}, do), folder
+    return ranks(({}, do)), folder

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.load import ConfigError
 from configs.schema import LayoutSection
@@ -241,3 +243,24 @@ def test_a_termination_signal_reaches_every_rank(tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(30) == 128 + signal.SIGTERM
     _wait_until_gone(pids, 1)
+
+
+def test_scores_never_hold_the_logits_of_more_than_one_chunk_of_rows() -> None:
+    rows, vocabulary, chunk = 50, 97, 8
+    widest: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[1] == vocabulary:
+                widest.append(result.shape[0])
+            return result
+
+    hidden = torch.randn(rows, 5, requires_grad=True)
+    weight = torch.randn(vocabulary, 5, requires_grad=True)
+    with Watch():
+        scores = token_scores(hidden, weight, torch.arange(rows), 1.0, chunk=chunk)
+        forward = len(widest)
+        scores.sum().backward()
+    assert 0 < forward < len(widest)  # both passes were watched
+    assert max(widest) == chunk

@@ -16,7 +16,7 @@ from tests.trainer_megatron.compare import different, largest, part, relative
 from trainer.megatron.checkpoint import latest, read_state
 from trainer.megatron.safetensors_file import verify_manifest
 
-pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 Single = tuple[dict[str, dict[str, torch.Tensor]], Path]
 
 
@@ -79,6 +79,10 @@ def test_a_trace_with_a_wrong_or_repeated_expert_is_refused(single: Single) -> N
     assert set(single[0]["refused"]) == {"range", "twice"}
 
 
+def test_the_output_layer_never_makes_the_logits_of_all_rows(single: Single) -> None:
+    assert int(single[0]["whole-logits"]["calls"]) == 0  # test_pure: what takes its place works chunk by chunk
+
+
 def test_a_nan_gradient_is_not_applied_and_leaves_no_mark(single: Single) -> None:
     results = single[0]
     assert not bool(results["poisoned"]["applied"])
@@ -100,14 +104,16 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     if step == 2:
         return  # the torn one is the interesting case to start a process for
     resumed = ranks(
-        {},
-        [
-            ["model", "", {"folder": str(reference / "moe")}],
-            ["load", "loaded", {"root": str(root)}],
-            ["noise", "noise", {}],
-            ["gradients", "gradients-2", {"with_routes": True}],
-            ["step", "step-2", {}],
-        ],
+        (
+            {},
+            [
+                ["model", "", {"folder": str(reference / "moe")}],
+                ["load", "loaded", {"root": str(root)}],
+                ["noise", "noise", {}],
+                ["gradients", "gradients-2", {"with_routes": True}],
+                ["step", "step-2", {}],
+            ],
+        )
     )
     assert int(resumed["loaded"]["step"]) == 1
     assert different(part(resumed["loaded"], "model."), part(results["step-1"], "model.")) == []

@@ -1,7 +1,8 @@
 """What the ranks of a test do: python -m tests.trainer_megatron.worker OUT SPEC, where SPEC is JSON.
 
-SPEC: {"config": overrides of RunConfig by dotted name, "do": [[name, key, {arguments}], ...]}. A name is "model" (load
-the model of `folder`, under further `overrides`) or a function below, whose result goes to OUT/<key>.safetensors.
+SPEC: a list of {"config": overrides of RunConfig by dotted name, "do": [[name, key, {arguments}], ...]}. The ranks join
+anew for each, in the same processes: starting one costs more than most of what it is asked. A name is "model" (load the
+model of `folder`, under further `overrides`) or a function below, whose result goes to OUT/<key>.safetensors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,15 @@ from torch import Tensor
 
 from tests.trainer_megatron import data
 from tests.trainer_megatron.settings import run_config
-from trainer.launch import run_ranks
-from trainer.megatron.checkpoint import TrainingState, latest_on_all, load_checkpoint, save_checkpoint
+from trainer.background import Worker
+from trainer.launch import free_port, run_ranks
+from trainer.megatron.checkpoint import (
+    TrainingState,
+    latest_on_all,
+    load_checkpoint,
+    save_checkpoint,
+    stage_checkpoint,
+)
 from trainer.megatron.parallel import gather_bytes, parallel
 from trainer.megatron.policy import PolicyModel
 from trainer.megatron.replay import InvalidRoutes
@@ -45,13 +53,15 @@ def weight_tensors(policy: PolicyModel, of: Callable[[Tensor], Tensor]) -> Named
     own: Named = {}
     for parameter, rule in weights.parameters(policy.parts.gpt, policy.shape):
         at = weights.shard_of(rule)
-        parts = weights.gather(of(parameter).detach(), at, rule.kind)
+        parts = weights.gather(of(parameter).detach().cpu(), at, rule.kind, policy.parallel.writers)
+        if at.index:
+            continue  # whoever holds the first part holds the whole now
         own |= {
             name: value.contiguous().clone()
             for name, value in zip(rule.names, weights.split(rule, parts, policy.shape), strict=True)
         }
     out: Named = {}
-    for part in gather_bytes(safetensors.torch.save(own), policy.parallel.device):
+    for part in gather_bytes(safetensors.torch.save(own), policy.parallel.writers):
         out |= safetensors.torch.load(part)
     return out
 
@@ -66,7 +76,7 @@ def scores(policy: PolicyModel, with_routes: bool = False, unpacked: bool = Fals
             if i >= 0:
                 own |= {f"log_probs/{i}": got.log_probs[rows].clone(), f"entropy/{i}": got.entropy[rows].clone()}
     out: Named = {}
-    for part in gather_bytes(safetensors.torch.save(own), policy.parallel.device):
+    for part in gather_bytes(safetensors.torch.save(own), policy.parallel.writers):
         out |= safetensors.torch.load(part)
     return out
 
@@ -100,8 +110,28 @@ def step(policy: PolicyModel, poison: bool = False) -> Named:
 
 def export(policy: PolicyModel, folder: str) -> Named:
     """Write the Hugging Face folder."""
-    policy.export_hf(Path(folder))
+    policy.stage_export(Path(folder))()
     return {}
+
+
+def beside(policy: PolicyModel, folder: str, root: str) -> Named:
+    """Export and checkpoint by the background thread while the next step is computed and applied.
+
+    Seconds that each took of the step, and whether both were still unfinished when the next step began (by rank 0).
+    """
+    background = Worker(60)
+    state = TrainingState(9, 9, (), 0, "hash")
+    marks = [time.perf_counter()]
+    background.submit("export", lambda: policy.stage_export(Path(folder)))
+    marks.append(time.perf_counter())
+    background.submit("checkpoint", lambda: stage_checkpoint(policy, Path(root), state, keep=2))
+    marks.append(time.perf_counter())
+    out = gradients(policy, with_routes=True)
+    policy.optimizer_step(1e-2)
+    background.wait()
+    marks.append(time.perf_counter())
+    assert background.close(10)
+    return {"seconds": torch.tensor(marks).diff()} | {k: v for k, v in out.items() if k == "totals"}
 
 
 def save(policy: PolicyModel, root: str, step: int, keep: int = 2) -> Named:
@@ -178,9 +208,32 @@ def noise(policy: PolicyModel) -> Named:
     return {"torch": torch.rand(3), "tracked": tracked}
 
 
+def whole_logits(policy: PolicyModel) -> Named:
+    """How often the output layer itself, which makes the logits of all rows, ran in a forward and backward."""
+    calls: list[int] = []
+    hook = policy.parts.gpt.output_layer.register_forward_hook(lambda *_: calls.append(1))
+    policy.forward_backward([data.micro_batch((0, 1), with_routes=False)], data.micro_batch_loss)
+    hook.remove()
+    policy.zero_gradients()
+    return {"calls": torch.tensor(len(calls))}
+
+
 DO: dict[str, Callable[..., Named]] = {
     f.__name__: f
-    for f in (scores, gradients, drop_gradients, step, export, save, load, noise, refuse_routes, replay_own)
+    for f in (
+        scores,
+        gradients,
+        drop_gradients,
+        step,
+        export,
+        beside,
+        save,
+        load,
+        noise,
+        refuse_routes,
+        replay_own,
+        whole_logits,
+    )
 }
 
 
@@ -188,15 +241,24 @@ def main(arguments: Sequence[str]) -> int:
     """Run the spec: start the ranks, or be one of them."""
     out, spec = Path(arguments[0]), json.loads(arguments[1])
     warnings.simplefilter("ignore")
-    config = run_config(spec["config"])
-    if config.trainer.layout.ranks > 1 and "RANK" not in os.environ:
-        return run_ranks(config, "tests.trainer_megatron.worker", arguments)
+    first = run_config(spec[0]["config"])
+    if first.trainer.layout.ranks > 1 and "RANK" not in os.environ:
+        return run_ranks(first, "tests.trainer_megatron.worker", arguments)
     torch.set_num_threads(1)
-    with parallel(config) as ranks:
+    for part in spec:
+        port = work(out, part["config"], part["do"])
+        if "MASTER_PORT" in os.environ:
+            os.environ["MASTER_PORT"] = str(port)
+    return 0
+
+
+def work(out: Path, config: dict[str, object], do: list) -> int:
+    """Join as one layout and do what is asked; a free port, on which all ranks can meet again."""
+    with parallel(run_config(config)) as ranks:
         policy: PolicyModel | None = None
-        for name, key, options in spec["do"]:
+        for name, key, options in do:
             if name == "model":
-                chosen = run_config(spec["config"] | options.get("overrides", {}))
+                chosen = run_config(config | options.get("overrides", {}))
                 policy = PolicyModel.create(chosen, ranks, Path(options["folder"]))
                 continue
             assert policy is not None
@@ -205,7 +267,7 @@ def main(arguments: Sequence[str]) -> int:
                 named = {k: v.contiguous().clone() for k, v in result.items()}
                 safetensors.torch.save_file(named, str(out / f"{key}.safetensors"))
         ranks.barrier()
-    return 0
+        return int(ranks.broadcast_bytes(str(free_port()).encode() if ranks.is_main else None))
 
 
 if __name__ == "__main__":

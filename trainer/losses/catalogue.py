@@ -77,8 +77,8 @@ CATALOGUE: Mapping[str, LossEntry] = MappingProxyType(
         "geo-rs": _entry("geometric_rejection", "geometric rejection", {"low": 0.99, "high": 1.01, "weight": 0.0}),
         "decoupled-ppo": _entry("decoupled", "arXiv 2505.24298 (AReaL)"),
         "m2po": _entry("second_moment", "arXiv 2510.01161", {"threshold": 0.04}, batch_threshold=True),
-        "dppo-tv": _entry("total_variation", "DPPO", {"delta": 0.2}),
-        "opsm": _entry("off_policy_sequence_mask", "off-policy sequence masking", {"delta": 0.1}),
+        "dppo-tv": _entry("total_variation", "arXiv 2602.04879 (DPPO, binary TV)", {"delta": 0.15}),
+        "opsm": _entry("off_policy_sequence_mask", "arXiv 2512.02556, off-policy sequence masking", {"delta": 0.1}),
         "estr": _entry("entropy_scaled", "entropy-scaled trust region", {"threshold": 0.1, "epsilon": 1e-2}),
     }
 )
@@ -96,6 +96,7 @@ class LossSettings:
     constant_length: int
     advantage: AdvantageName
     entropy_coefficient: float
+    reference_kl: float
     parameters: Mapping[str, float]
     sat: SatSection
 
@@ -129,6 +130,7 @@ def resolve(loss: LossSection, max_new_tokens: int) -> LossSettings:
         constant_length=loss.constant_length or max_new_tokens,
         advantage=loss.advantage or entry.advantage,
         entropy_coefficient=loss.entropy_coefficient,
+        reference_kl=loss.reference_kl,
         parameters=MappingProxyType({**entry.parameters, **loss.parameters}),
         sat=loss.sat,
     )

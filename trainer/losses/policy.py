@@ -140,7 +140,7 @@ def second_moment(tokens: Tokens, settings: LossSettings, context: StepContext) 
 
 
 def total_variation(tokens: Tokens, settings: LossSettings, context: StepContext) -> Objective:
-    """DPPO-TV: drop a token that moves outward by more than delta in probability; J = r A for the others.
+    """DPPO-TV: drop a token that moves outward by more than delta in probability; J = r A for the others. 2602.04879.
 
     A > 0 drops pi - mu > delta, A < 0 drops pi - mu < -delta, pi and mu of the sampled token.
     """

@@ -15,7 +15,16 @@ from trainer.batch import MicroBatch
 from trainer.losses.catalogue import LossSettings
 from trainer.losses.policy import FUNCTIONS, StepContext, second_moments
 from trainer.losses.sat import OFF, Gate, measure_gate
-from trainer.losses.tokens import Denominators, Objective, Tokens, active_counts, aggregate, tokens_of
+from trainer.losses.tokens import (
+    LOG_RATIO_BOUND,
+    Denominators,
+    Objective,
+    Tokens,
+    active_counts,
+    aggregate,
+    as_float,
+    tokens_of,
+)
 from trainer.ports import LossFunction
 from trainer.quantile import SumCounts, alone, prefix_mean_threshold
 
@@ -71,8 +80,8 @@ def loss_function(settings: LossSettings, context: StepContext) -> LossFunction:
     """The function that forward_backward calls for each micro-batch.
 
     It reports, all detached: loss [] float64; log_probs, entropy float32 [T]; clipped bool [T]; and for SAT
-    newly_clipped and gated bool [T], contraction, radius_low and radius_high float32 [T]. Each micro-batch of a run
-    reports the same names.
+    newly_clipped and gated bool [T], contraction, radius_low and radius_high float32 [T]; with a reference model
+    reference_kl float32 [T]. Each micro-batch of a run reports the same names.
     """
     kernel = FUNCTIONS[settings.entry.function]
 
@@ -87,11 +96,32 @@ def loss_function(settings: LossSettings, context: StepContext) -> LossFunction:
                 tokens.entropy, tokens, context.denominators, settings.aggregation, settings.constant_length
             )
             loss = loss - settings.entropy_coefficient * bonus
+        penalty = None
+        if settings.reference_kl:
+            penalty = reference_penalty(batch, tokens)
+            share = aggregate(penalty, tokens, context.denominators, settings.aggregation, settings.constant_length)
+            loss = loss + settings.reference_kl * share
         # A loss without active tokens must still belong to the graph: pipelines and DDP expect a backward on each rank.
         loss = loss + 0.0 * tokens.log_probs.sum()
-        return loss, _report(loss, log_probs, tokens, objective, sat=settings.entry.sat)
+        report = _report(loss, log_probs, tokens, objective, sat=settings.entry.sat)
+        return loss, report if penalty is None else report | {"reference_kl": penalty.detach().float()}
 
     return evaluate
+
+
+def reference_penalty(batch: MicroBatch, tokens: Tokens) -> Tensor:
+    """k3 = exp(f - l) - (f - l) - 1 of each token, [T], with gradient; f = batch.reference_log_probs.
+
+    An estimate of KL(pi || reference) that is never negative, as in GRPO (arXiv 2402.03300, equation 4). Zero where not
+    active, and where the reference's log-prob is not finite; f - l is clamped to [-20, 20].
+    """
+    if batch.reference_log_probs is None:
+        raise ValueError("the loss wants reference_log_probs, and the micro-batch has none")
+    reference = as_float(batch.reference_log_probs).to(tokens.log_probs.dtype)
+    counted = tokens.active & torch.isfinite(reference)
+    distance = torch.where(counted, reference, tokens.log_probs.detach()) - tokens.log_probs
+    distance = torch.where(counted, distance, torch.zeros_like(distance)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return distance.exp() - distance - 1
 
 
 def _report(loss: Tensor, log_probs: Tensor, tokens: Tokens, objective: Objective, *, sat: bool) -> dict[str, Tensor]:

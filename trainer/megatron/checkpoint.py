@@ -16,11 +16,13 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
+from torch.distributed.checkpoint.api import CheckpointException
 
 from configs.load import ConfigError
 from trainer.megatron.parallel import Parallel, gather_bytes
@@ -48,27 +50,38 @@ class TrainingState:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def save_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, keep: int) -> Path:
-    """Write root/step-<step>: weights, optimizer, RNG and state; durable (fsync) on return; remove all but `keep`.
+def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, keep: int) -> Callable[[], Path]:
+    """Copy weights, optimizer and RNG to memory now; what is returned writes root/step-<step>.
 
-    Collective. Returns the folder. A checkpoint of the same step is replaced. Raises OSError on every rank,
-    with the earlier checkpoints untouched, if one rank cannot write.
+    Called on every rank alike. The function is collective over `policy.parallel.writers` and may run on any thread: the
+    folder is durable (fsync) when it returns it; all but `keep` checkpoints are removed, one of the same step is
+    replaced. It raises OSError on every rank, with the earlier checkpoints untouched, if one rank cannot write.
     """
     from trainer.megatron import checkpoint_io  # noqa: PLC0415 - after compat.install, which `parallel` calls
 
+    staged = checkpoint_io.stage_tensors(policy)
+    document = {"format": 1, "state": dataclasses.asdict(state), "layout": layout_of(policy)}
     ranks = policy.parallel
     folder = root / f"{_PREFIX}{state.step:08d}"
     aside = root / f".{folder.name}.partial"
-    _agree(ranks, _on_main(ranks, _make_empty, aside))
-    _agree(ranks, _tried(checkpoint_io.save_tensors, policy, aside))
-    names = sorted(path.name for path in aside.iterdir())[ranks.rank :: ranks.world]
-    files: dict[str, Any] = {}
-    _agree(ranks, _tried(_seal, aside, names, files))
-    for part in gather_bytes(json.dumps(files).encode(), ranks.device):
-        files |= json.loads(part)
-    document = {"format": 1, "state": dataclasses.asdict(state), "layout": layout_of(policy)}
-    _agree(ranks, _on_main(ranks, _finish, aside, folder, document, files, keep))
-    return folder
+
+    def write() -> Path:
+        _agree(ranks, _on_main(ranks, _make_empty, aside))
+        _agree(ranks, _tried(checkpoint_io.write_tensors, staged, aside, ranks.writers))
+        names = sorted(path.name for path in aside.iterdir())[ranks.rank :: ranks.world]
+        files: dict[str, Any] = {}
+        _agree(ranks, _tried(_seal, aside, names, files))
+        for part in gather_bytes(json.dumps(files).encode(), ranks.writers):
+            files |= json.loads(part)
+        _agree(ranks, _on_main(ranks, _finish, aside, folder, document, files, keep))
+        return folder
+
+    return write
+
+
+def save_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, keep: int) -> Path:
+    """`stage_checkpoint`, written at once."""
+    return stage_checkpoint(policy, root, state, keep=keep)()
 
 
 def layout_of(policy: PolicyModel) -> dict[str, Any]:
@@ -83,7 +96,7 @@ def layout_of(policy: PolicyModel) -> dict[str, Any]:
 def _tried(step: Any, *arguments: Any) -> str:
     try:
         step(*arguments)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch reports a full disk as a RuntimeError
         return str(error) or repr(error)
     return ""
 
@@ -94,7 +107,7 @@ def _on_main(ranks: Parallel, step: Any, *arguments: Any) -> str:
 
 def _agree(ranks: Parallel, error: str) -> None:
     """Raise OSError on every rank if one of them had an error."""
-    errors = [part.decode() for part in gather_bytes(error.encode(), ranks.device) if part]
+    errors = [part.decode() for part in gather_bytes(error.encode(), ranks.writers) if part]
     if errors:
         raise OSError(f"the checkpoint could not be written: {errors[0]}")
 

@@ -2,17 +2,34 @@
 
 Invariant: what `load_tensors` restores in the layout that saved it continues bit for bit. Import after compat.install.
 
-The save is synchronous and in this process: torch_dist's file format, without the helper process that megatron starts
-for its results (compat.py), whose start costs more than a small model's whole checkpoint.
+A save has two halves. `stage_tensors` copies what this rank owns; `write_tensors` writes it, on any thread and with a
+process group of its own, by the steps of dist_checkpointing.save (megatron-core 0.19.2): megatron's own asynchronous
+save forks a process and finishes with collectives of the training's group.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.serialization import _CONTENT_METADATA_KEY
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,13 +43,48 @@ _METADATA = {
 }
 
 
-def save_tensors(policy: PolicyModel, folder: Path) -> None:
-    """Write weights, optimizer state and random generators into an existing, empty folder. Collective."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedTensors:
+    """A copy in memory of what this rank writes. tensors: torch_dist's entries by name. generators: random numbers'."""
+
+    tensors: dict[str, Any]
+    generators: dict[str, Tensor]
+
+
+def stage_tensors(policy: PolicyModel) -> StagedTensors:
+    """Copy weights, optimizer state and random generators. Collective only with the distributed optimizer.
+
+    That one gathers its state over the data-parallel ranks (`fully_reshardable`), so that any layout can read it.
+    """
     _complete_optimizer_state(policy.parts.optimizer)
     state = _sharded(policy, with_optimizer=True, loading=False)
-    dist_checkpointing.save(state, str(folder), content_metadata=_METADATA)
-    save_file(_generators(policy.parallel.device), str(folder / f"rng-{policy.parallel.rank:05d}.safetensors"))
-    policy.parallel.barrier()
+    state[_CONTENT_METADATA_KEY] = dict(_METADATA)
+    # What dist_checkpointing.save does before it writes (serialization.py:save), without its check over all ranks: the
+    # structure is that of the model, and tests hold every layout against its checkpoint.
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    rank = policy.parallel.rank
+    sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=rank)
+    own, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    for entries in own.values():
+        for entry in entries:
+            if isinstance(entry, ShardedTensor) and entry.data is not None:
+                entry.data = entry.data.detach().to("cpu", copy=True)
+    return StagedTensors(mcore_to_pyt_state_dict(own, False), _generators(policy.parallel.device))
+
+
+def write_tensors(staged: StagedTensors, folder: Path, ranks: dist.ProcessGroup) -> None:
+    """Write what was staged into an existing, empty folder. Collective over `ranks`, a gloo group; on any thread."""
+    rank = dist.get_rank(ranks)
+    writer = FileSystemWriterAsync(str(folder), thread_count=1)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
+    plan, *_ = save_state_dict_async_plan(staged.tensors, writer, ranks, 0, planner=planner)
+    write, _, arguments = writer.get_save_function_and_args()
+    if write is not None:
+        write(*arguments)
+    save_state_dict_async_finalize(*plan)
+    if rank == 0:
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    save_file(staged.generators, str(folder / f"rng-{rank:05d}.safetensors"))
 
 
 def load_tensors(policy: PolicyModel, folder: Path, *, with_optimizer: bool) -> None:
@@ -54,10 +106,11 @@ def load_tensors(policy: PolicyModel, folder: Path, *, with_optimizer: bool) -> 
 
 
 def _sharded(policy: PolicyModel, *, with_optimizer: bool, loading: bool) -> dict[str, Any]:
-    model = policy.parts.gpt.sharded_state_dict(metadata=_METADATA)
+    metadata: dict[str, Any] = dict(_METADATA)  # megatron adds process groups to it, which no file can hold
+    model = policy.parts.gpt.sharded_state_dict(metadata=metadata)
     state: dict[str, Any] = {"model": model}
     if with_optimizer:
-        state["optimizer"] = policy.parts.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_METADATA)
+        state["optimizer"] = policy.parts.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     return state
 
 

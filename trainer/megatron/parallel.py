@@ -6,7 +6,6 @@ Invariant: every collective has a finite time-out, so a rank that dies ends the 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
+from trainer.launch import free_port
 from trainer.megatron import compat
 
 
@@ -27,7 +27,8 @@ class Parallel:
 
     rank, world: over all ranks. data_rank, data_size: which share of a step's micro-batches this rank trains (ranks
     that differ only in tensor or pipeline position have the same data_rank and are given the same micro-batches).
-    device: where tensors live.
+    device: where tensors live. writers: all ranks again, over gloo and CPU tensors, for what runs beside the training
+    (weights and checkpoints being written): its collectives never meet those of the step.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Parallel:
     data_size: int
     device: torch.device
     data_group: dist.ProcessGroup
+    writers: dist.ProcessGroup
 
     @property
     def is_main(self) -> bool:
@@ -74,18 +76,20 @@ def broadcast_bytes(payload: bytes | None, source: int, group: dist.ProcessGroup
     return data.cpu().numpy().tobytes()
 
 
-def gather_bytes(payload: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's payload, by rank, on every rank."""
-    world = dist.get_world_size()
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    sizes[dist.get_rank()] = len(payload)
-    dist.all_reduce(sizes)
-    mine = torch.zeros(max(int(sizes.max()), 1), dtype=torch.uint8, device=device)
+def gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Every rank's payload, by rank, on every rank of `group`, a gloo group of all ranks."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return [payload]
+    sizes = torch.zeros(world, dtype=torch.int64)
+    sizes[dist.get_rank(group)] = len(payload)
+    dist.all_reduce(sizes, group=group)
+    mine = torch.zeros(max(int(sizes.max()), 1), dtype=torch.uint8)
     if payload:
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     out = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(out, mine)
-    return [part[:size].cpu().numpy().tobytes() for part, size in zip(out, sizes.tolist(), strict=True)]
+    dist.all_gather(out, mine, group=group)
+    return [part[:size].numpy().tobytes() for part, size in zip(out, sizes.tolist(), strict=True)]
 
 
 @contextmanager
@@ -138,6 +142,7 @@ def parallel(config: RunConfig) -> Iterator[Parallel]:
             data_size=parallel_state.get_data_parallel_world_size(),
             device=device,
             data_group=parallel_state.get_data_parallel_group(),
+            writers=dist.new_group(backend="gloo", timeout=timeout),
         )
     finally:
         parallel_state.destroy_model_parallel()
@@ -156,10 +161,3 @@ def _device(config: RunConfig) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def free_port() -> int:
-    """A TCP port of this host that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -68,6 +68,9 @@ class PolicyModel:
         self.parts = parts
         self._source = source
         self._replayed: Tensor | None = None
+        # Before a checkpoint is loaded, the parameters are those of model.path: the reference, whatever came after.
+        wanted = config.trainer.loss.reference_kl > 0
+        self._reference = [p.detach().to("cpu", copy=True) for p in parts.gpt.parameters()] if wanted else None
 
     @classmethod
     def create(
@@ -109,6 +112,27 @@ class PolicyModel:
         with torch.no_grad():
             reports = self._run(micro_batches, output, training=False)
         return [TokenScores(report["scores"][0], report["scores"][1]) for report in reports]
+
+    def reference_log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[TokenScores]:
+        """`log_probs` of the model that model.path holds; needs trainer.loss.reference_kl above 0.
+
+        The weights trade places for the pass, so it takes the memory of two copies of this rank's part on the CPU.
+        """
+        if self._reference is None:
+            raise ValueError("trainer.loss.reference_kl is 0: no reference model was kept")
+        parameters = list(self.parts.gpt.parameters())
+        own = [p.detach().to("cpu", copy=True) for p in parameters]
+        try:
+            self._hold(parameters, self._reference)
+            return self.log_probs(micro_batches)
+        finally:
+            self._hold(parameters, own)
+
+    @staticmethod
+    def _hold(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, entropy_gradient: bool = False
@@ -200,8 +224,13 @@ class PolicyModel:
         self.parts.wrapped.zero_grad_buffer()
         self.parts.optimizer.zero_grad()
 
-    def export_hf(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face folder (see export.export_hf): whole or not at all."""
-        from trainer.megatron.export import export_hf  # noqa: PLC0415 - after compat.install
+    def stage_export(self, folder: Path) -> Callable[[], None]:
+        """Copy the weights to memory now; the function that is returned writes them as a Hugging Face folder.
 
-        export_hf(self.parts.gpt, self.parts.shape, self._source, folder, self.parallel.device)
+        The copy needs no other rank. The writing is collective, may run on any thread beside the training, and must be
+        called in the same order on all ranks (see export.write_hf).
+        """
+        from trainer.megatron import export  # noqa: PLC0415 - after compat.install
+
+        staged = export.stage(self.parts.gpt, self.parts.shape)
+        return lambda: export.write_hf(staged, self._source, folder, self.parallel.writers)

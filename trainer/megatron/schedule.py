@@ -73,7 +73,7 @@ def prepare(batch: MicroBatch, parts: Parts, mode: str, device: torch.device) ->
         packed.blocks = [block.to(device) for block in packed.blocks]
         packed.inverse = packed.inverse.to(device)
     return Prepared(
-        batch=batch,
+        batch=batch.to(device),
         token_ids=F.pad(batch.token_ids.to(device), (0, fill))[None],
         position_ids=F.pad(batch.position_ids.to(device), (0, fill))[None],
         labels=F.pad(batch.labels.to(device), (0, fill)),

@@ -1,7 +1,7 @@
 """Weights between Hugging Face folders and megatron's sharded parameters, for every layout.
 
 Invariant: export(import(w)) == w, bit for bit, in the trainer's dtype. On import a rank reads only its slices, tensor
-by tensor; on export it holds one whole tensor at a time. Import after compat.install.
+by tensor; on export it gathers one whole tensor at a time. Import after compat.install.
 
 | Hugging Face | megatron (local spec) | how it is cut |
 |---|---|---|
@@ -208,10 +208,19 @@ def holds_export(rule: Rule) -> bool:
     return int(ps.get_data_parallel_rank(with_context_parallel=True)) == 0
 
 
-def gather(value: Tensor, at: Shard, kind: Kind) -> list[Tensor]:
-    """All parts of a tensor; for kind "whole" just the own one."""
+def gather(value: Tensor, at: Shard, kind: Kind, ranks: dist.ProcessGroup) -> list[Tensor]:
+    """All parts of a CPU tensor on the rank that holds the first; elsewhere, and for kind "whole", just the own one.
+
+    ranks: a gloo group of all ranks. The parts travel point to point, so that any thread may gather while the step's
+    own groups are busy.
+    """
     if at.count == 1 or kind == "whole":
         return [value]
-    parts = [torch.empty_like(value) for _ in range(at.count)]
-    dist.all_gather(parts, value.contiguous(), group=at.group)
+    members = dist.get_process_group_ranks(at.group)
+    if at.index:
+        dist.send(value.contiguous(), members[0], group=ranks)
+        return [value]
+    parts = [value] + [torch.empty_like(value) for _ in members[1:]]
+    for part, member in zip(parts[1:], members[1:], strict=True):
+        dist.recv(part, member, group=ranks)
     return parts

@@ -1,0 +1,30 @@
+"""A rank for the launchers' tests, without torch: notes each of its lives, and does what it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """arguments: folder, and "end", "wait", "again" or "die": the last two concern rank 1 in its first life alone."""
+    folder, what = Path(arguments[0]), arguments[1]
+    rank = int(os.environ["RANK"])
+    life = len(list(folder.glob(f"rank-{rank}-*")))
+    note = {name: os.environ[name] for name in NAMES} | {"pid": os.getpid()}
+    (folder / f"rank-{rank}-{life}").write_text(json.dumps(note))
+    if what == "end" or (life and what != "wait"):
+        return 0
+    if rank == 1 and what in ("again", "die"):
+        while not (folder / "rank-0-0").exists():
+            signal.sigtimedwait([], 0.02)
+        if what == "again":
+            return 1
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.sigwait({signal.SIGTERM})
+    return 0

@@ -1,0 +1,174 @@
+"""Starts the trainer's ranks on a Ray cluster: one actor a rank, all in one placement group.
+
+Invariants: the ranks live and die together, as with the local launcher: when an actor, its node or its rank is lost,
+the others are ended and the whole group is started anew, from the last checkpoint, at most `restarts` times. A rank is
+the same process with the same environment as under the local launcher or torchrun; the kernel ends it with its actor.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from trainer.launch import PARENT, STOP_GRACE_S, free_port, signals_noted
+
+log = structlog.get_logger()
+
+AGAIN = 1
+"""The exit code of a rank that asks to be started again (trainer.main)."""
+
+_POLL_S = 0.2
+_LOST = 128 + signal.SIGKILL
+
+
+class Rank:
+    """The actor: holds one rank's process. Every method returns at once."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def place(self) -> tuple[str, int]:
+        """(address of this node, a port that is free on it)."""
+        import ray  # noqa: PLC0415 - optional
+
+        return ray.util.get_node_ip_address(), free_port()
+
+    def start(self, command: Sequence[str], environment: dict[str, str], folder: str) -> None:
+        """Start the rank in `folder`."""
+        self._process = subprocess.Popen(
+            list(command), env=os.environ | environment | {PARENT: str(os.getpid())}, cwd=folder
+        )
+
+    def poll(self) -> int | None:
+        """The rank's exit code; None while it runs."""
+        assert self._process is not None
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Send a signal to the rank, if it runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
+    """Run module.main(arguments) on every rank of trainer.layout as Ray actors; returns the exit code.
+
+    trainer.ray.address names the cluster; null starts a local one. SIGTERM and SIGINT go to the ranks. A group that
+    ends with code 1, or loses a rank, is started again. The project's folder must be at the same path on every node, as
+    it is in the image. Raises ConfigError if ray is not installed, or the cluster has no room for the ranks in time.
+    """
+    try:
+        import ray  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise ConfigError("trainer.launcher is ray, but ray is not installed: pip install ray==2.60.0.") from error
+    ranks = config.trainer.layout.ranks
+    own = config.trainer.ray.address is None
+    ray.init(
+        address="local" if own else config.trainer.ray.address,
+        log_to_driver=True,
+        logging_level="warning",
+        include_dashboard=False if own else None,
+        num_cpus=max(ranks, os.cpu_count() or 1) if own else None,
+    )
+    try:
+        with signals_noted() as noted:
+            for attempt in range(config.trainer.ray.restarts + 1):
+                code = _group(config, module, arguments, noted)
+                if noted or code not in (AGAIN, *range(128, 160)):
+                    return code
+                log.warning("the ranks ended and are started again", code=code, attempt=attempt + 1)
+            return code
+    finally:
+        ray.shutdown()
+
+
+def _group(config: RunConfig, module: str, arguments: Sequence[str], noted: list[int]) -> int:
+    """One life of the group: 0 if all ranks ended well, else the first failure's code; a lost actor is 128 + 9."""
+    import ray  # noqa: PLC0415 - optional
+    from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415
+
+    world, settings = config.trainer.layout.ranks, config.trainer.ray
+    on_gpu = config.trainer.device == "cuda"
+    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if on_gpu else {})
+    group = placement_group([bundle] * world, strategy="PACK")
+    actors: list[Any] = []
+    try:
+        if not group.wait(settings.start_timeout_s):
+            raise ConfigError(
+                f"the Ray cluster has no room for {world} ranks of {bundle} after {settings.start_timeout_s} s. Add "
+                "nodes, or change trainer.layout."
+            )
+        actor = ray.remote(Rank)
+        actors = [
+            actor.options(
+                num_cpus=1,
+                num_gpus=1 if on_gpu else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            ).remote()
+            for index in range(world)
+        ]
+        try:
+            places = ray.get([a.place.remote() for a in actors], timeout=settings.start_timeout_s)
+            _start(ray, actors, places, module, arguments, settings.start_timeout_s)
+            return _watch(ray, actors, noted)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            log.warning("a rank's actor is lost", problem=str(error).splitlines()[0])
+            return _LOST
+    finally:
+        for handle in actors:
+            ray.kill(handle)  # and with it the rank
+        remove_placement_group(group)
+
+
+def _start(
+    ray: Any,
+    actors: Sequence[Any],
+    places: Sequence[tuple[str, int]],
+    module: str,
+    arguments: Sequence[str],
+    timeout_s: float,
+) -> None:
+    root = str(Path(__file__).parents[1])
+    command = [sys.executable, "-m", "trainer.launch", module, *arguments]
+    started = []
+    for rank, handle in enumerate(actors):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",  # an actor sees no GPU but its own
+            "WORLD_SIZE": str(len(actors)),
+            "MASTER_ADDR": places[0][0],
+            "MASTER_PORT": str(places[0][1]),
+            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+        }
+        started.append(handle.start.remote(command, environment, str(Path.cwd())))
+    ray.get(started, timeout=timeout_s)
+
+
+def _watch(ray: Any, actors: Sequence[Any], noted: list[int]) -> int:
+    """Until all ranks ended well or one did not, or STOP_GRACE_S after a signal came."""
+    passed_on: float | None = None
+    while True:
+        codes: list[int | None] = ray.get([a.poll.remote() for a in actors], timeout=30)
+        failed = next((code for code in codes if code), None)
+        if failed is not None:
+            return 128 - failed if failed < 0 else failed
+        if all(code == 0 for code in codes):
+            return 0
+        if noted and passed_on is None:
+            passed_on = time.monotonic()
+            ray.get([a.send.remote(noted[0]) for a in actors], timeout=30)
+        if passed_on is not None and time.monotonic() - passed_on > STOP_GRACE_S:
+            return 128 + noted[0]
+        time.sleep(_POLL_S)
