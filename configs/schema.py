@@ -344,7 +344,7 @@ class CheckpointSection(Section):
 class RaySection(Section):
     """Used by trainer.launcher: ray (docs/trainer.md)."""
 
-    address: str | None = Field(None, description="Address of the cluster, or auto; null: a local one is started.")
+    address: str | None = Field(None, description="Address of the cluster, or auto; null: RAY_ADDRESS, or a local one.")
     restarts: int = Field(3, ge=0, description="Times that the ranks are started again after one was lost.")
     start_timeout_s: Seconds = Field(300.0, description="Longest wait for room on the cluster, in seconds.")
 

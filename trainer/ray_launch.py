@@ -44,9 +44,11 @@ class Rank:
         return ray.util.get_node_ip_address(), free_port()
 
     def start(self, command: Sequence[str], environment: dict[str, str], folder: str) -> None:
-        """Start the rank in `folder`."""
+        """Start the rank, in `folder` where this node has it."""
         self._process = subprocess.Popen(
-            list(command), env=os.environ | environment | {PARENT: str(os.getpid())}, cwd=folder
+            list(command),
+            env=os.environ | environment | {PARENT: str(os.getpid())},
+            cwd=folder if Path(folder).is_dir() else None,
         )
 
     def poll(self) -> int | None:
@@ -63,18 +65,20 @@ class Rank:
 def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
     """Run module.main(arguments) on every rank of trainer.layout as Ray actors; returns the exit code.
 
-    trainer.ray.address names the cluster; null starts a local one. SIGTERM and SIGINT go to the ranks. A group that
-    ends with code 1, or loses a rank, is started again. The project's folder must be at the same path on every node, as
-    it is in the image. Raises ConfigError if ray is not installed, or the cluster has no room for the ranks in time.
+    trainer.ray.address, or else RAY_ADDRESS, names the cluster; without either a local one is started. SIGTERM and
+    SIGINT go to the ranks. A group that ends with code 1, or loses a rank, is started again. The interpreter and the
+    run's folder must be at the same path on every node, as they are in the image. Raises ConfigError if ray is not
+    installed, or the cluster has no room for the ranks in time.
     """
     try:
         import ray  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ConfigError("trainer.launcher is ray, but ray is not installed: pip install ray==2.60.0.") from error
     ranks = config.trainer.layout.ranks
-    own = config.trainer.ray.address is None
+    address = config.trainer.ray.address or os.environ.get("RAY_ADDRESS")
+    own = address is None
     ray.init(
-        address="local" if own else config.trainer.ray.address,
+        address=address or "local",
         log_to_driver=True,
         logging_level="warning",
         include_dashboard=False if own else None,
