@@ -52,7 +52,8 @@ def replay(
     from trainer.losses.catalogue import loss_settings  # noqa: PLC0415
 
     settings = loss_settings(config)
-    advantages = group_advantages([t.reward for t in group.trajectories], settings.advantage)
+    rewards = [t.reward for t in group.trajectories]
+    advantages = [float(a) for a in group_advantages(rewards, settings.advantage)]
     policy = [t.log_probs if model is None else model_log_probs(t, model, config) for t in group.trajectories]
     rows, difference = [], ""
     for index, (t, own, advantage) in enumerate(zip(group.trajectories, policy, advantages, strict=True)):
@@ -64,7 +65,7 @@ def replay(
                 t.reward,
                 recomputed,
                 why,
-                float(advantage),
+                advantage,
                 int(t.loss_mask.sum()),
                 lag,
                 float(ratio.mean()) if len(ratio) else 0.0,
