@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from configs import ConfigError, RunConfig, load_config
-from configs.secrets import REDIS_PASSWORD, read_secret
+from configs.secrets import API_TOKEN, REDIS_PASSWORD, read_secret
 from services.evaluation.commands import add_to as add_evaluation_commands
 from services.queue_cli.commands import add_to as add_queue_commands
 
@@ -39,6 +40,7 @@ IndexOption = Annotated[int, typer.Option("--index", min=0, help="Which of the e
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Overrides one field, as in lag.max=4.")
 ]
+TargetArgument = Annotated[str, typer.Argument(help="A run's folder, runs/<id>, or the address of its monitor.")]
 RunArgument = Annotated[Path, typer.Argument(help="A run's folder, runs/<id>.")]
 
 
@@ -138,8 +140,53 @@ def monitor(config: ConfigOption) -> None:
 
 
 @app.command()
-def status(folder: RunArgument) -> None:
+def status(target: TargetArgument) -> None:
     """Show a running run once: step, lag, queue, engines and ledger."""
+    look, close = looker(target, hint="lagrange watch follows")
+    try:
+        Console().print(look())
+    finally:
+        close()
+
+
+@app.command()
+def watch(
+    target: TargetArgument,
+    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Follow a running run until Ctrl-C; it goes on when this ends. A monitor that is away is waited for."""
+    import time  # noqa: PLC0415
+
+    from rich.live import Live  # noqa: PLC0415
+
+    look, close = looker(target, hint="Ctrl-C ends the view, the run goes on")
+    try:
+        with Live(look(), console=Console(), auto_refresh=False) as live:
+            while True:
+                time.sleep(every)
+                try:
+                    live.update(look(), refresh=True)
+                except user_errors() as error:
+                    live.console.print(f"[yellow]{escape(str(error))}[/]")
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    finally:
+        close()
+
+
+def looker(target: str, hint: str) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """How to draw the run at `target` (a folder or a monitor's URL) now, and how to let go of it."""
+    if not target.startswith(("http://", "https://")):
+        return folder_looker(Path(target), hint)
+    from services.local.live import screen  # noqa: PLC0415
+    from services.monitor.remote import ask, view_of_overview  # noqa: PLC0415
+
+    overview = ask(target, read_secret(API_TOKEN))
+    return lambda: screen(view_of_overview(overview(), target, hint)), lambda: None
+
+
+def folder_looker(folder: Path, hint: str) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """As `looker`, of a run on this machine: asks its Redis."""
     from broker.queue import Broker  # noqa: PLC0415
     from services.local.live import ProcessFacts, screen, view_of  # noqa: PLC0415
     from services.local.metrics import read_metrics  # noqa: PLC0415
@@ -153,15 +200,16 @@ def status(folder: RunArgument) -> None:
         password=read_secret(REDIS_PASSWORD),
         timeout_s=config.redis.timeout_s,
     )
-    try:
+
+    def look() -> Any:
         snapshot = broker.snapshot()
-    finally:
-        broker.close()
-    records = read_metrics(folder / "metrics.jsonl")
-    rewards = [float(r["reward_mean"]) for r in records if isinstance(r.get("reward_mean"), int | float)]
-    elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
-    facts = ProcessFacts(elapsed, f"http://{config.monitor.host}:{config.monitor.port}", str(folder))
-    Console().print(screen(view_of(snapshot, rewards, facts)))
+        records = read_metrics(folder / "metrics.jsonl")
+        rewards = [float(r["reward_mean"]) for r in records if isinstance(r.get("reward_mean"), int | float)]
+        elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
+        url = f"http://{config.monitor.host}:{config.monitor.port}"
+        return screen(view_of(snapshot, rewards, ProcessFacts(elapsed, url, str(folder), hint=hint)))
+
+    return look, broker.close
 
 
 @app.command()
@@ -210,6 +258,7 @@ def user_errors() -> tuple[type[Exception], ...]:
     for module, names in (
         ("services.local.layout", ("CannotStart",)),
         ("broker.errors", ("BrokerError",)),
+        ("services.monitor.remote", ("CannotWatch",)),
     ):
         loaded = sys.modules.get(module)
         found += [getattr(loaded, name) for name in names if hasattr(loaded, name)]

@@ -31,6 +31,7 @@ class ProcessFacts:
     folder: str
     restarts: tuple[tuple[str, int], ...] = ()
     news: str = ""
+    hint: str = "Ctrl-C stops (and the run resumes)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def screen(view: LiveView) -> Panel:
     return Panel(
         Rows(*rows),
         title=f"[bold]Lagrange[/]  {view.run}",
-        subtitle=f"{view.status}, {duration(view.facts.elapsed_s)}, Ctrl-C stops (and the run resumes)",
+        subtitle=f"{view.status}, {duration(view.facts.elapsed_s)}, {view.facts.hint}",
         border_style="cyan",
         padding=(1, 2),
     )

@@ -14,16 +14,10 @@ import httpx
 from services.local.live import REWARD_POINTS, EngineView, LiveView, ProcessFacts, condensed, number, wait_share
 
 TIMEOUT_S = 5.0
-MAX_BYTES = 8 << 20
 
 
 class CannotWatch(Exception):
     """The monitor does not show the run; the message is meant for the user."""
-
-
-def is_url(target: str) -> bool:
-    """Whether a target is a monitor's address rather than a run's folder."""
-    return target.startswith(("http://", "https://"))
 
 
 def ask(url: str, token: str | None) -> Callable[[], Mapping[str, Any]]:

@@ -67,7 +67,8 @@ def main(metrics: Path, folder: Path) -> None:
                 page = context.new_page()
                 page.set_default_timeout(120_000)
                 page.goto(monitor.url)
-                page.wait_for_function("document.querySelectorAll('canvas').length === 4")
+                while page.evaluate("document.querySelectorAll('canvas').length") < 4:
+                    page.wait_for_timeout(200)
                 page.wait_for_timeout(6000)
                 page.screenshot(path=folder / f"monitor-{name}.png", full_page=True)
                 context.close()

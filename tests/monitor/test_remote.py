@@ -13,7 +13,7 @@ from rich.console import Console
 from broker.types import EngineRecord, EngineState
 from services.local.live import ProcessFacts, screen, view_of
 from services.monitor import views
-from services.monitor.remote import CannotWatch, ask, is_url, view_of_overview
+from services.monitor.remote import CannotWatch, ask, view_of_overview
 from services.monitor.source import Source
 from tests.monitor.conftest import Run
 from tests.monitor.live import TOKEN, monitor_of
@@ -51,8 +51,3 @@ def test_status_shows_a_remote_run_and_says_what_is_wrong_otherwise(run: Run, tm
         assert ask(monitor.url, TOKEN)()["version"] == 2
     with pytest.raises(CannotWatch, match="does not answer"):
         ask(monitor.url, TOKEN)()
-
-
-def test_an_address_is_told_from_a_folder():
-    assert is_url("http://10.0.0.1:8020")
-    assert not is_url("runs/local-1")
