@@ -39,6 +39,7 @@ from rollout.ports import RolloutBroker
 from rollout.rewards import Judge, ThreadJudge, make_judge, rewarded
 from rollout.rewards.pool import PoolLimits, child_environment
 from rollout.rewards.shaping import Shaping, all_equal
+from rollout.samples import SampleLog
 from rollout.sampling import Draw, NoEngine, Unanswerable, draw_group
 from rollout.tasks import Prompt, Task, make_task
 from rollout.tasks.prepare import encode_prompt, try_prompt
@@ -78,13 +79,15 @@ class Worker:
         checkpoint: Checkpoint,
         connect: Callable[[str], EngineClient],
         judge: Judge | None = None,
+        samples: SampleLog | None = None,
     ) -> None:
         """name: unique in the run, it holds the leases. connect: base URL -> client of an engine.
 
-        judge: computes the rewards; None: threads.
+        judge: computes the rewards; None: threads. samples: where some groups are written down for people.
         """
         self.name, self.config, self.counters = name, config, Counters()
         self._broker, self._task, self._codec = broker, task, codec
+        self._samples = samples
         self._judge = judge or ThreadJudge(task, config.rollout.reward_timeout_s)
         self._shaping = Shaping.of(config.task.shaping, config.rollout.max_new_tokens)
         self._context = checkpoint.context
@@ -200,6 +203,8 @@ class Worker:
                 trajectories=trajectories,
             )
             check_group(group)
+            if self._samples is not None:
+                self._samples.note(group)
             if self.config.task.drop_equal_groups and all_equal([t.reward for t in trajectories]):
                 self.counters.add("groups_dropped_equal")
                 await self._again(partial(self._broker.drop, ticket.group_id, self.name, tokens=group.response_tokens))
@@ -409,6 +414,7 @@ async def _serve(config: RunConfig, index: int, parts: Parts) -> int:
         codec=parts.codec,
         checkpoint=parts.checkpoint,
         connect=connect,
+        samples=SampleLog(config.run.folder / "samples" / f"worker-{index}.jsonl", parts.codec),
         judge=make_judge(
             parts.task,
             seed=config.run.seed,

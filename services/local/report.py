@@ -18,6 +18,7 @@ import yaml
 
 from broker.types import Snapshot
 from configs import RunConfig
+from services.local import report_people
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, share_bar, short
 from services.local.live import duration
 from services.local.metrics import Record, read_metrics
@@ -101,7 +102,9 @@ def page(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -
             _speed(records),
             _waits(config, records, ledger),
             "</section>",
+            report_people.evaluations(config.run.folder),
             _ledger(ledger),
+            report_people.samples(config.run.folder),
             _configuration(config),
         )
     )

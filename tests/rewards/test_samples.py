@@ -1,0 +1,66 @@
+"""Trajectories that people can read are bounded, and whatever a model writes is text in the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from broker.types import Group, Trajectory, VersionRun
+from rollout.codec import FileCodec
+from rollout.samples import KEPT, PER_VERSION, SampleLog, read_samples, readable
+from services.local.report_people import evaluations, samples
+from tests.rollout.helpers import tiny_folder
+
+
+def group(codec: FileCodec, version: int, number: int = 0) -> Group:
+    ids = np.asarray(codec.encode("12>4"), np.int32)
+    t = Trajectory(
+        prompt_ids=np.asarray(codec.encode("37<"), np.int32),
+        response_ids=ids,
+        log_probs=np.zeros(4, np.float32),
+        loss_mask=np.asarray([True, True, False, True]),
+        versions=(VersionRun(0, 1, version), VersionRun(1, 3, version + 1)),
+        reward=0.5,
+        finish="stop",
+    )
+    return Group("r", number, number, 1, "t", "w", "e", 2, 0.0, (t, replace(t, reward=1.0)))
+
+
+def test_pieces_tell_versions_and_the_environment_apart(tmp_path: Path) -> None:
+    codec = FileCodec(tiny_folder(tmp_path))
+    record = readable(group(codec, 3), codec)
+    assert record["samples"][0]["pieces"] == [(3, "1"), (4, "2"), (None, ">"), (4, "4")]
+    assert (record["prompt"], record["rewards"], record["version"]) == ("37<", [0.5, 1.0], 3)
+
+
+def test_a_log_keeps_a_few_groups_of_each_version_and_no_more_than_two_files(tmp_path: Path) -> None:
+    codec = FileCodec(tiny_folder(tmp_path))
+    log = SampleLog(tmp_path / "samples" / "w0.jsonl", codec)
+    for version in range(3 * KEPT):
+        assert [log.note(group(codec, version, n)) for n in range(4)] == [True] * PER_VERSION + [False] * 2
+    files = list((tmp_path / "samples").iterdir())
+    assert len(files) == 2
+    assert all(len(path.read_text().splitlines()) <= KEPT for path in files)
+    assert [record["version"] for record in read_samples(tmp_path, 3)] == [3 * KEPT - 2, 3 * KEPT - 1, 3 * KEPT - 1]
+    blocked = SampleLog(files[0] / "below-a-file" / "w0.jsonl", codec)
+    assert not blocked.note(group(codec, 0))
+    assert blocked.failures == 1
+
+
+def test_the_report_escapes_what_models_write(tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    record = {"version": 1, "prompt": "<script>", "samples": [{"reward": 1, "pieces": [[1, "<img src=x>"]]}]}
+    (folder / "w0.jsonl").write_text(json.dumps(record) + "\n{broken")
+    page = samples(tmp_path)
+    assert "&lt;script&gt;" in page
+    assert "<img" not in page
+    score = {"value": 0.5, "low": 0.4, "high": 0.6}
+    line = {"label": "<b>", "version": 7, "step": 7, "evaluation_lag": 2, "avg@8": score}
+    (tmp_path / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    assert "avg@8 0.500 (0.400 to 0.600)" in evaluations(tmp_path)
+    assert "<b>" not in evaluations(tmp_path)
+    assert samples(tmp_path / "nothing") == evaluations(tmp_path / "nothing") == ""
