@@ -159,7 +159,7 @@ def found(broker: Broker, group_id: int) -> GroupRecord:
     if record is not None:
         return record
     for letter in broker.dead_letters():
-        if letter["group_id"] == group_id:
+        if int(letter["group_id"]) == group_id:
             raise ConfigError(
                 f"group {group_id} failed and its prompt {letter['prompt_index']} is a dead letter after attempt "
                 f"{letter['attempt']}: {letter['reason']}"

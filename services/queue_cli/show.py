@@ -16,15 +16,23 @@ from services.queue_cli.replay import Row
 LEDGER = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
 
 
+def plain(*columns: str) -> Table:
+    """A table without lines, so that ten columns fit a terminal of 80; the first column is never cut."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        table.add_column(name, no_wrap=index == 0)
+    return table
+
+
 def queue_screen(s: Snapshot) -> Together:
     """What `lagrange queue` shows."""
     head = (
         f"run {escape(s.run)}, {s.status}{', admission paused' if s.admission_paused else ''}: step {s.step} of "
         f"{s.steps_total} (durable {s.durable_step}), version {s.version}, published {s.published}, max_lag {s.max_lag}"
     )
-    ledger = Table("", *LEDGER)
-    for name, tally in (("groups", s.groups), ("tokens", s.tokens)):
-        ledger.add_row(name, *(f"{getattr(tally, state):,}" for state in LEDGER))
+    ledger = plain("", "groups", "tokens")
+    for state in LEDGER:
+        ledger.add_row(state, f"{getattr(s.groups, state):,}", f"{getattr(s.tokens, state):,}")
     bound = (s.max_lag + 1) * s.groups_per_step
     flying = s.groups.generating + s.groups.ready + s.groups.leased
     lines = [
@@ -37,7 +45,7 @@ def queue_screen(s: Snapshot) -> Together:
     why = {name: int(value) for name, value in s.counters.items() if name.startswith(("refused_", "pulls_", "stale_"))}
     if why:
         lines.append("so far: " + ", ".join(f"{name} {value}" for name, value in sorted(why.items())))
-    ages = Table("lag if trained now", "groups", "tokens")
+    ages = plain("lag if trained now", "groups", "tokens")
     for oldest, count in sorted(s.ready_by_version.items()):
         ages.add_row(str(s.version - oldest), str(count.groups), f"{count.tokens:,}")
     return Together(head, ledger, *lines, *([ages] if s.ready_by_version else []))
@@ -45,7 +53,7 @@ def queue_screen(s: Snapshot) -> Together:
 
 def group_table(records: Sequence[GroupRecord], now_ms: int) -> Table:
     """What `lagrange groups list` shows."""
-    table = Table("group", "state", "prompt", "attempt", "oldest", "samples", "tokens", "bytes", "age s", "worker")
+    table = plain("group", "state", "prompt", "try", "version", "n", "tokens", "bytes", "age s", "worker")
     for r in records:
         table.add_row(
             str(r.group_id),
@@ -64,7 +72,7 @@ def group_table(records: Sequence[GroupRecord], now_ms: int) -> Table:
 
 def dead_table(letters: Sequence[Mapping[str, Any]]) -> Table:
     """Dead letters."""
-    table = Table("prompt", "attempt", "group", "worker", "reason")
+    table = plain("prompt", "attempt", "group", "worker", "reason")
     for letter in letters:
         table.add_row(
             *(escape(str(letter[name])) for name in ("prompt_index", "attempt", "group_id", "worker", "reason"))
@@ -82,7 +90,7 @@ def record_table(record: GroupRecord) -> Table:
 
 def samples_table(group: Group) -> Table:
     """One row for each sample."""
-    table = Table("sample", "prompt", "response", "trainable", "versions", "reward", "finish", "routes")
+    table = plain("sample", "prompt", "response", "trained", "versions", "reward", "finish", "routes")
     for index, t in enumerate(group.trajectories):
         versions = ", ".join(f"{run.version} x {run.length}" for run in t.versions)
         routes = "-" if t.routes is None else f"{t.routes.dtype}{list(t.routes.shape)}"
@@ -102,7 +110,7 @@ def samples_table(group: Group) -> Table:
 
 def replay_table(rows: Sequence[Row]) -> Table:
     """What `lagrange replay` shows for each sample."""
-    table = Table("sample", "reward", "again", "advantage", "tokens", "lag", "mean |log-ratio|", "largest")
+    table = plain("sample", "reward", "again", "advantage", "tokens", "lag", "|log-ratio|", "largest")
     for index, row in enumerate(rows):
         again = escape(row.why) if row.recomputed is None else f"{row.recomputed:g}"
         table.add_row(

@@ -215,6 +215,49 @@ class Protocol(Compared):
         """The same, chosen more often than other rules."""
         self.work(groups, True, True, leave)
 
+    @rule(rounds=st.integers(1, 3), leave=st.integers(1, 2), patience=st.booleans())
+    def slow_groups(self, rounds: int, leave: int, patience: bool) -> None:
+        """The first groups go on being generated while others are trained, until the trainer waits, or longer."""
+        for _ in range(rounds):
+            self.work(3, True, True, leave)
+        if patience and not self.leased:
+            self.patience_with_stragglers_ends()
+
+    @precondition(lambda self: self.model.of("generating"))
+    @rule(then=st.sampled_from(["admit", "pull", "submit"]))
+    def a_worker_stalls(self, then: str) -> None:
+        """Its leases expire; the next admission or pull returns the work, or its late submission meets that."""
+        self.time_passes(11)
+        if then == "pull" and not self.leased:
+            self.pull()
+        else:
+            self.admit("w2", "e1", 1)
+        if then == "submit" and self.tickets:
+            self.submit([0, 1], 0, 1)
+
+    @rule(what=st.sampled_from(["abort", "reject", "leave out"]))
+    def a_batch_goes_wrong(self, what: str) -> None:
+        """It is put back, holds a corrupt payload, or the step leaves a group out."""
+        if not self.leased:
+            self.work(4, True, False, 0)
+        if self.leased and what == "abort":
+            self.abort_step()
+        elif self.leased and what == "reject":
+            self.reject()
+        elif self.leased:
+            self.step([False, True, False], True)
+
+    @precondition(lambda self: self.tickets)
+    @rule(final=st.booleans())
+    def a_poison_prompt(self, final: bool) -> None:
+        """Fails until it is a dead letter; then somebody issues it again."""
+        self.admit("w1", "e1", 1)
+        for _ in range(2):
+            self.give_up(0, "dead" if final else "try", "w1", 3)
+            self.admit("w1", "e1", 1)
+        if final and self.model.dead:
+            self.requeue()
+
     @rule(save=st.booleans(), commit=st.booleans(), back=st.integers(1, 2))
     def work_and_crash(self, save: bool, commit: bool, back: int) -> None:
         """Steps after a checkpoint, then a rollback."""
@@ -247,8 +290,11 @@ class Protocol(Compared):
         self.model.requeue(prompt)
 
     @precondition(lambda self: self.model.step_number >= 2)
-    @rule()
-    def redis_is_replaced_by_an_empty_one(self) -> None:
+    @rule(dice=st.integers(0, 2))
+    def redis_is_replaced_by_an_empty_one(self, dice: int) -> None:
+        if dice != 2:
+            return  # seldom: it ends what the schedule has built up
+        self.note_what_was_reached()
         self.old_epochs.append(self.epoch)
         dead, engines = set(self.model.dead), dict(self.model.engines)
         self.reset()

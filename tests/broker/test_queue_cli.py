@@ -1,0 +1,90 @@
+"""`lagrange queue`, `groups` and `replay` on a real Redis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from broker import wire
+from broker.queue import Broker
+from configs import ConfigError, RunConfig
+from services.cli import app
+from services.queue_cli.dump import read_dump, write_dump
+from tests.broker.helpers import WORKER, Run
+from tests.conftest import ConfigFactory
+
+
+@pytest.fixture
+def config(redis_url: str, make_config: ConfigFactory) -> RunConfig:
+    return make_config(**{"redis.url": redis_url, "lag.max": 3})
+
+
+@pytest.fixture
+def file(tmp_path: Path, config: RunConfig) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    return path
+
+
+def said(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if isinstance(result.exception, ConfigError):
+        return str(result.exception)
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+def test_groups_are_listed_shown_dumped_and_requeued(
+    broker: Broker, config: RunConfig, file: Path, tmp_path: Path
+) -> None:
+    broker.initialise(config)
+    broker.set_max_lag(3)
+    run = Run(broker).start()
+    run.train()
+    waiting = run.ready(1)[0].group_id
+    poison = run.admit()
+    broker.fail(poison.group_id, WORKER, "poison [red]", final=True)
+    assert "ledger closes; dead letters 1" in said("queue", file)
+    assert str(waiting) in said("groups", "list", file)
+    assert "poison [red]" in said("groups", "list", file, "--state", "dead")
+    assert "expected one of" in said("groups", "list", file, "--state", "nonsense")
+    assert "uint8" in said("groups", "show", file, waiting)
+    assert "is a dead letter after attempt 0: poison" in said("groups", "show", file, poison.group_id)
+    assert "is closed" in said("groups", "show", file, 17)
+    assert "400 bytes" in said("groups", "dump", file, waiting, tmp_path / "dump")
+    dump, group, back = read_dump(tmp_path / "dump")
+    assert (dump.version, group.group_id, back) == (1, waiting, config)
+    assert "is issued again" in said("groups", "requeue", file, poison.prompt_index)
+    assert "is no dead letter" in said("groups", "requeue", file, poison.prompt_index)
+    assert broker.snapshot().dead_letters == 0
+
+
+def test_a_file_that_is_no_dump_says_so(tmp_path: Path) -> None:
+    (tmp_path / "nonsense").write_bytes(b"\x80\x04pickle")
+    assert "is no dump of a group" in said("replay", tmp_path / "nonsense")
+    assert "cannot be read" in said("replay", tmp_path / "missing")
+
+
+def test_replay_shows_the_first_difference(config: RunConfig, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from broker.types import Ticket  # noqa: PLC0415
+    from rollout.tasks import Response  # noqa: PLC0415
+    from rollout.tasks.registry import make_task  # noqa: PLC0415
+    from tests.broker.helpers import finished  # noqa: PLC0415
+
+    task = make_task("max-digit", config.run.seed, {})
+    group = finished(Ticket(5, 0, 0, 1, 0), config.run.id)
+    ids = tuple(int(i) for i in group.trajectories[0].response_ids)
+    reward = float(task.reward(task.prompt(0), Response("", ids, "stop")))
+    true = replace(group, task="max-digit", trajectories=tuple(replace(t, reward=reward) for t in group.trajectories))
+    write_dump(tmp_path / "true", config, 2, 5, wire.encode(true))
+    assert "no difference" in said("replay", tmp_path / "true")
+    wrong = replace(true, trajectories=(true.trajectories[0], replace(true.trajectories[1], reward=reward + 1)))
+    write_dump(tmp_path / "wrong", config, 2, 5, wire.encode(wrong))
+    output = " ".join(said("replay", tmp_path / "wrong", code=1).split())
+    assert f"sample 1: the reward was recorded as {reward + 1:g} and is now {reward:g}" in output
+    assert "loss" in output
