@@ -30,7 +30,8 @@ class EngineFailed(Exception):
 @asynccontextmanager
 async def evaluation_engine(config: RunConfig, version: int) -> AsyncIterator[tuple[EngineClient, Plan]]:
     """Start an engine on config.model.path that says it serves `version`. Raises EngineFailed, ConfigError."""
-    plan = make_plan(config, INDEX if not config.engine.port else config.engine.replicas)
+    alone = config.engine.model_copy(update={"port": 0, "host": "127.0.0.1"})
+    plan = make_plan(config.model_copy(update={"engine": alone}), INDEX)
     argv = tuple(str(version) if word == UNCONFIRMED_VERSION else word for word in plan.launch.argv)
     server = await ServerProcess.start(replace(plan.launch, argv=argv), plan.log, plan.key)
     client = EngineClient(plan.url, plan.checkpoint, api_key=plan.key, timeout_s=config.rollout.generation_timeout_s)

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,7 +155,7 @@ class Evaluator:
             else:
                 ended = snapshot.status in ("finished", "stopped")
                 if newest is not None and due(newest, last, self._config.evaluation.every_steps, ended):
-                    if await self._evaluate(newest, client, load_version):
+                    if await _unless(stop, self._evaluate(newest, client, load_version)):
                         last = newest.step
                 elif ended:
                     return
@@ -202,6 +202,17 @@ class Evaluator:
 
     async def _ask(self, call: Any) -> Any:
         return await in_thread(call, 3 * self._config.redis.timeout_s)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, bool]) -> bool:
+    """What `work` gives; it is cancelled, and False comes out, when `stop` is set before."""
+    working, told = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else False
+    finally:
+        working.cancel()
+        told.cancel()
 
 
 def _prepared(one: EvaluationTask, config: RunConfig) -> tuple[Task, Judge]:

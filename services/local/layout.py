@@ -42,6 +42,7 @@ def roles(config: RunConfig, file: Path) -> tuple[Role, ...]:
         of("monitor", "monitor"),
         of("trainer", "trainer"),
         *(of(f"worker-{i}", "rollout", i) for i in range(config.rollout.workers)),
+        *((of("evaluator", "evaluator"),) if config.evaluation.tasks else ()),
     )
 
 

@@ -12,6 +12,7 @@ from broker.queue import Broker
 from broker.types import VersionRecord
 from rollout.client import EngineClient
 from rollout.evaluation.follow import Evaluator, due, hold, keep_best
+from services.local.layout import roles
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
@@ -83,3 +84,28 @@ async def test_a_run_is_evaluated_to_its_last_version(
     assert record["avg@2"]["value"] == 1.0
     assert (config.run.folder / "best" / "config.json").exists()
     assert not (config.run.folder / ".evaluated").exists()
+
+
+def test_up_starts_the_evaluator_only_if_there_is_something_to_evaluate(make_config: ConfigFactory) -> None:
+    with_tasks = make_config(**{"evaluation": {"tasks": [{"name": "max-digit"}]}})
+    names = [[role.name for role in roles(config, Path("c.yaml"))] for config in (make_config(), with_tasks)]
+    assert "evaluator" not in names[0]
+    assert names[1] == [*names[0], "evaluator"]
+
+
+async def test_an_evaluation_ends_when_it_is_told_to(
+    broker: Broker, make_config: ConfigFactory, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path)
+    config = make_config(**{"model": {"path": folder}, "evaluation": {"tasks": [{"name": "max-digit"}]}})
+    config.run.folder.mkdir(parents=True)
+    broker.publish(Run(broker).start().epoch, VersionRecord(0, 0, str(folder), "x"))
+    stop, never = asyncio.Event(), asyncio.Event()
+
+    async def load(_place: Path, _number: int) -> None:
+        stop.set()
+        await never.wait()
+
+    async with EngineClient("http://127.0.0.1:1", CHECKPOINT, api_key=None, timeout_s=1) as client:
+        await asyncio.wait_for(Evaluator(config, broker).run(stop, client, load), 20)
+    assert not (config.run.folder / "evaluations.jsonl").exists()
