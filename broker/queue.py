@@ -8,6 +8,7 @@ Synchronous and thread-safe; async callers use asyncio.to_thread. Any method may
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -18,7 +19,16 @@ from broker import snapshot as view
 from broker import wire
 from broker.changes import Changes
 from broker.connection import Connection, OutOfMemory
-from broker.errors import CorruptPayload, Fenced, NotInitialised, NotLeased, SchemaMismatch, VersionMismatch, WrongRun
+from broker.errors import (
+    BrokerError,
+    CorruptPayload,
+    Fenced,
+    NotInitialised,
+    NotLeased,
+    SchemaMismatch,
+    VersionMismatch,
+    WrongRun,
+)
 from broker.keys import Keys
 from broker.memory import keep_large_buffers
 from broker.store import PayloadStore, RedisPayloadStore, Staged, max_bytes, store_of_run, submission
@@ -231,7 +241,7 @@ class Broker:
             *consumed,
             *opened,
         )
-        self.collect_payloads(sweep=True)
+        self._tidy(sweep=True)
         return TrainerState(*map(int, answer))
 
     def pull(self, epoch: int, version: int, groups: int) -> tuple[Delivery, ...] | Refused:
@@ -284,13 +294,13 @@ class Broker:
         answer = self._trainer("step", epoch, version, record, len(outcomes), *flat, *lags, asked=version)
         if answer[0] == "not-leased":
             raise NotLeased(int(answer[1]))
-        self.collect_payloads()
+        self._tidy()
         return PromptCursor(int(answer[1]), tuple(map(int, answer[2:])))
 
     def commit(self, epoch: int, step: int) -> int:
         """The checkpoint of `step` is on disk: its groups are durable, their payloads go. Returns how many."""
         committed = int(self._trainer("commit", epoch, step, asked=step)[1])
-        self.collect_payloads()
+        self._tidy()
         return committed
 
     def name_version(self, epoch: int) -> int:
@@ -415,6 +425,11 @@ class Broker:
                 "the trainer from its checkpoint; else check run.id."
             )
         return answer
+
+    def _tidy(self, *, sweep: bool = False) -> None:
+        """Housekeeping after a transition that is done: an error here is not the transition's; the next one tries."""
+        with contextlib.suppress(BrokerError, OSError):
+            self.collect_payloads(sweep=sweep)
 
     def _store(self) -> PayloadStore:
         """The place that the run's policy names: all processes of a run agree without being told."""

@@ -81,7 +81,7 @@ def attributed(fields: Mapping[str, str]) -> dict[tuple[str, str, str], dict[int
 
 def bucket_end_ms(bucket: int) -> int:
     """Largest time in queue, in milliseconds, that falls into a bucket of wait_hist (common.lua)."""
-    return int(math.ceil(1000 * (2.0 ** ((bucket + 1) / 8) - 1))) - 1
+    return math.ceil(1000 * (math.pow(2, (bucket + 1) / 8) - 1)) - 1
 
 
 def detail(answer: Sequence[Any], policy: Mapping[str, str], now: int) -> Detail:
