@@ -384,6 +384,7 @@ def worker_parts(config: RunConfig) -> Parts:
         )
     task, codec = make_task(config.task.name, config.run.seed, config.task.parameters), FileCodec(config.model.path)
     try_prompt(task, codec)
+    Shaping.of(config.task.shaping, config.rollout.max_new_tokens)  # says what is wrong with it
     return Parts(
         task=task,
         codec=codec,

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.load import ConfigError
 from configs.schema import ShapingSection
 from rollout.rewards.shaping import Shaping, overlong
 from rollout.tasks import Response
@@ -35,5 +36,5 @@ def test_format_and_truncation() -> None:
 
 @pytest.mark.parametrize("section", [{"format_pattern": "("}, {"overlong_buffer": 21}])
 def test_what_cannot_be_shaped_is_refused(section: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"task\.shaping"):
+    with pytest.raises(ConfigError, match=r"task\.shaping"):
         Shaping.of(ShapingSection.model_validate(section), 20)
