@@ -3,8 +3,8 @@
     python -m benchmarks.broker.throughput [--rounds 3] [--messages 40]
 
 One producer process, one consumer process, one embedded server, TCP on loopback. Every round measures all ways one
-after the other; a figure is the median over the rounds. The broker does the whole protocol for each message: admission,
-submission, pull, fetch with checksum, step and commit; raw ways move the same bytes.
+after the other; a figure is the median over the rounds. A message is a trajectory. The broker does the whole protocol
+for each group: admission, submission, pull, fetch with checksum, step and commit; raw ways move the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from tests.conftest import RUN, small_config
 
 CONTEXT = multiprocessing.get_context("fork")
 ENGINE, WORKER = "engine", "worker"
-LARGE, SMALL = (8192, (48, 8), 4), (1000, None, 16)  # tokens, layers x top-k, batch
+# tokens, layers x top-k, groups in a batch, samples in a group
+LARGE, SMALL, GROUPED = (8192, (48, 8), 4, 1), (1000, None, 16, 1), (1000, None, 1, 16)
+Case = tuple[int, tuple[int, int] | None, int, int]
 
 
 def trajectory(tokens: int, routing: tuple[int, int] | None) -> Trajectory:
@@ -51,18 +53,18 @@ def trajectory(tokens: int, routing: tuple[int, int] | None) -> Trajectory:
     )
 
 
-def group(ticket_id: int, prompt: int, sample: Trajectory) -> Group:
-    return Group(RUN, ticket_id, prompt, 0, "benchmark", WORKER, ENGINE, 1, 0.0, (sample,))
+def group(ticket_id: int, prompt: int, sample: Trajectory, samples: int = 1) -> Group:
+    return Group(RUN, ticket_id, prompt, 0, "benchmark", WORKER, ENGINE, samples, 0.0, (sample,) * samples)
 
 
-def broker_producer(url: str, sample: Trajectory, batch: int, messages: int) -> None:
+def broker_producer(url: str, sample: Trajectory, samples: int, batch: int, messages: int) -> None:
     broker, sent = Broker.connect(url, RUN, timeout_s=60), 0
     while sent < messages:
         tickets = broker.admit_many(WORKER, ENGINE, min(batch, messages - sent))
         if isinstance(tickets, Refused):
             time.sleep(0.0005)
             continue
-        answers = broker.submit_many([group(t.group_id, t.prompt_index, sample) for t in tickets])
+        answers = broker.submit_many([group(t.group_id, t.prompt_index, sample, samples) for t in tickets])
         assert all(answer == "accepted" for answer in answers), answers
         sent += len(tickets)
 
@@ -153,8 +155,9 @@ def measure(
     return {"rate": messages / wall, "cpu_ms": 1000 * (cpu_of(server.process.pid) - before + clients) / messages}
 
 
-def through_broker(server: EmbeddedServer, case: Any, messages: int, place: str) -> dict[str, float]:
-    tokens, routing, batch = case
+def through_broker(server: EmbeddedServer, case: Case, messages: int, place: str) -> dict[str, float]:
+    tokens, routing, batch, samples = case
+    groups = messages // samples
     sample = trajectory(tokens, routing)
     broker = Broker.connect(server.url, RUN, timeout_s=60)
     broker._connection.client.flushall()
@@ -170,16 +173,16 @@ def through_broker(server: EmbeddedServer, case: Any, messages: int, place: str)
     found = measure(
         server,
         messages,
-        lambda: broker_producer(server.url, sample, batch, messages),
-        lambda: broker_consumer(server.url, epoch, batch, messages),
+        lambda: broker_producer(server.url, sample, samples, batch, groups),
+        lambda: broker_consumer(server.url, epoch, batch, groups),
     )
-    assert broker.snapshot().groups.durable == messages
+    assert broker.snapshot().groups.durable == groups
     broker.close()
     return found
 
 
-def raw(server: EmbeddedServer, case: Any, messages: int, stream: bool) -> dict[str, float]:
-    tokens, routing, batch = case
+def raw(server: EmbeddedServer, case: Case, messages: int, stream: bool) -> dict[str, float]:
+    tokens, routing, batch, _ = case
     data = wire.encode(group(1, 1, trajectory(tokens, routing)))
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
@@ -212,7 +215,8 @@ def main() -> None:
                     "3.2 MB broker, Redis": through_broker(server, LARGE, large, "redis"),
                     "3.2 MB broker, folder": through_broker(server, LARGE, large, "folder"),
                     "8 KB raw stream": raw(server, SMALL, small, stream=True),
-                    "8 KB broker, Redis": through_broker(server, SMALL, small, "redis"),
+                    "8 KB broker, groups of 1": through_broker(server, SMALL, small, "redis"),
+                    "8 KB broker, groups of 16": through_broker(server, GROUPED, small, "redis"),
                 }
             )
     medians = {
@@ -222,7 +226,8 @@ def main() -> None:
     for name, over, under in (
         ("3.2 MB: broker / raw (target 0.5)", "3.2 MB broker, Redis", "3.2 MB raw SET/GET"),
         ("3.2 MB: folder / Redis (target 2)", "3.2 MB broker, folder", "3.2 MB broker, Redis"),
-        ("8 KB: broker / raw stream (target 0.6)", "8 KB broker, Redis", "8 KB raw stream"),
+        ("8 KB: groups of 1 / raw stream (target 0.6)", "8 KB broker, groups of 1", "8 KB raw stream"),
+        ("8 KB: groups of 16 / raw stream", "8 KB broker, groups of 16", "8 KB raw stream"),
     ):
         rates = [r[over]["rate"] / r[under]["rate"] for r in rounds]
         costs = [r[under]["cpu_ms"] / r[over]["cpu_ms"] for r in rounds]

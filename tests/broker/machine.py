@@ -71,7 +71,7 @@ NOTHING = Checkpoint(0, -1, (), None, ())
 class Compared(RuleBasedStateMachine):
     """Workers w1 and w2, engines e1 and e2, one trainer that may crash, a clock that jumps.
 
-    Sizes are small, and rules do several commands at once, so that 20 of them get to the end of a run, to expired
+    Sizes are small, and rules do several commands at once, so that 16 of them get to the end of a run, to expired
     leases, stragglers and rollbacks; `reached` counts that they do.
     """
 

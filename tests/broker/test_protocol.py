@@ -323,7 +323,7 @@ def schedules(count: int, *phases: Phase) -> settings:
     """count: how many; phases: none for all but the replay of old failures."""
     return settings(
         max_examples=count,
-        stateful_step_count=20,
+        stateful_step_count=16,
         deadline=None,
         database=None,
         phases=phases or (Phase.generate, Phase.shrink),
