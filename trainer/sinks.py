@@ -21,10 +21,14 @@ from trainer.ports import MetricsSink
 
 def sinks_of(config: RunConfig, resume_step: int) -> MetricsSink:
     """metrics.jsonl and the sinks of trainer.sinks. Raises ConfigError if one is not installed."""
-    made: list[MetricsSink] = [JsonLines(config.run.folder / "metrics.jsonl", resume_step)]
-    for name in config.trainer.sinks:
-        made.append(TensorBoard(config, resume_step) if name == "tensorboard" else WandB(config))
-    return Several(made)
+    made: list[MetricsSink] = []
+    try:
+        for name in config.trainer.sinks:
+            made.append(TensorBoard(config, resume_step) if name == "tensorboard" else WandB(config))
+    except ConfigError:
+        Several(made).close()
+        raise
+    return Several([JsonLines(config.run.folder / "metrics.jsonl", resume_step), *made])
 
 
 def flat_numbers(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
