@@ -6,10 +6,13 @@ Invariant: `broker.queue.Broker` fits both protocols. Its calls block for at mos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from broker.changes import Changes
 from broker.types import EngineRecord, EngineState, Group, Refused, Ticket
+
+LEFT = "left the fleet"  # detail of an engine that is gone because somebody asked for it; nobody drives it any more
 
 
 class RolloutBroker(Protocol):
@@ -39,6 +42,9 @@ class RolloutBroker(Protocol):
     def engines(self) -> tuple[EngineRecord, ...]:
         """All registered engines."""
 
+    def listen(self, heard: Callable[[str], None]) -> Changes:
+        """Call `heard`, in another thread, when a version is published or an engine changes."""
+
 
 class EngineRegistry(Protocol):
     """The broker as an engine's supervisor sees it."""
@@ -48,6 +54,9 @@ class EngineRegistry(Protocol):
 
     def update_engine(self, record: EngineRecord, expected_state: EngineState | None = None) -> bool:
         """Change an engine's record if it is still in the expected state."""
+
+    def heartbeat_engine(self, engine_id: str) -> bool:
+        """Say that an engine's supervisor lives; False if the engine is not registered."""
 
     def remove_engine(self, engine_id: str) -> None:
         """Forget an engine."""

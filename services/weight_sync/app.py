@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Annotated, Any
 
 import httpx
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Query, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from broker.errors import BrokerError
 from services.http import NO_EXTERNAL_DOCS, ErrorAnswer, Problem, Refusal, harden, requires_token
+from services.weight_sync import fleet
 from services.weight_sync.metrics import render
 from services.weight_sync.reconciler import Reconciler
 
@@ -28,7 +29,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     409: {"model": ErrorAnswer, "description": "There is nothing to load: no version is published."},
     413: {"model": ErrorAnswer, "description": "The body is too large."},
     422: {"model": ErrorAnswer, "description": "The body is not what is expected."},
-    503: {"model": ErrorAnswer, "description": "Redis does not answer."},
+    503: {"model": ErrorAnswer, "description": "Redis does not answer, or another process leads."},
 }
 
 
@@ -55,8 +56,10 @@ class EngineAnswer(BaseModel):
 
 
 class EnginesAnswer(BaseModel):
-    """All registered engines, as this process sees them."""
+    """All registered engines, as this process sees them. leads: false while another process does the work."""
 
+    leads: bool
+    leader: str = Field(examples=["sync-0-17-a1b2c3"], description="Process that does the work.")
     published: int | None = Field(examples=[42], description="Newest published version.")
     staged: int | None = Field(examples=[42], description="Newest version that was checked and may be loaded.")
     staging_problem: str
@@ -86,6 +89,30 @@ class SyncRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     timeout_s: float = Field(30.0, gt=0, le=300)
+
+
+class JoinRequest(BaseModel):
+    """An engine that runs elsewhere, under a name that is unique in the run."""
+
+    model_config = ConfigDict(extra="forbid")
+    engine_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9@._:-]{0,99}$", examples=["engine-7"])
+    url: str = Field(max_length=300, examples=["http://10.0.0.7:30000"])
+
+
+class JoinAnswer(BaseModel):
+    """The engine is registered. It gets requests only once its state is `serving` (GET /v1/engines)."""
+
+    engine_id: str = Field(examples=["engine-7"])
+    state: str = Field(examples=["joining"])
+    created: bool = Field(description="False if it was registered before; nothing was changed then.")
+
+
+class LeaveAnswer(BaseModel):
+    """The engine gets no more requests and none runs on it."""
+
+    engine_id: str = Field(examples=["engine-7"])
+    drained: bool = Field(description="Its requests ended by themselves; false: the rest was aborted.")
+    reachable: bool = Field(description="False: it did not answer, so what ran on it is lost to it.")
 
 
 class SyncAnswer(BaseModel):
@@ -175,6 +202,44 @@ def create_app(
         )
 
     @app.post(
+        "/v1/engines",
+        status_code=201,
+        responses={
+            **ERRORS,
+            200: {"model": JoinAnswer, "description": "It was registered before."},
+            409: {"model": ErrorAnswer, "description": "Another engine has this name."},
+            502: {"model": ErrorAnswer, "description": "The engine does not answer."},
+        },
+        dependencies=[requires_token(token)],
+    )
+    async def join(request: JoinRequest, response: Response) -> JoinAnswer:
+        """Let an engine join the run. Repeating it is harmless."""
+        _standby(reconciler)
+        with _refusals():
+            record, created = await fleet.join(reconciler, request.engine_id, request.url)
+        response.status_code = 201 if created else 200
+        return JoinAnswer(engine_id=record.engine_id, state=record.state, created=created)
+
+    @app.delete(
+        "/v1/engines/{engine_id}",
+        responses={
+            **ERRORS,
+            404: {"model": ErrorAnswer, "description": "No such engine is registered."},
+            504: {"model": ErrorAnswer, "description": "It gets no more requests, but some still run."},
+        },
+        dependencies=[requires_token(token)],
+    )
+    async def leave(engine_id: str, drain_s: Annotated[float, Query(ge=0, le=600)] = 30.0) -> LeaveAnswer:
+        """Take an engine out: no new requests; those that still run after `drain_s` seconds go on elsewhere.
+
+        Repeating it is harmless.
+        """
+        _standby(reconciler)
+        with _refusals():
+            left = await fleet.leave(reconciler, engine_id, drain_s)
+        return LeaveAnswer(engine_id=left.engine_id, drained=left.drained, reachable=left.reachable)
+
+    @app.post(
         "/v1/sync",
         response_model=SyncAnswer,
         responses={**ERRORS, 504: {"model": SyncError, "description": "Some engines are not there (yet)."}},
@@ -192,14 +257,31 @@ def create_app(
     return app
 
 
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except fleet.FleetRefusal as error:
+        raise Refusal(error.status, error.reason, str(error)) from error
+    except BrokerError as error:
+        raise Refusal(503, "unavailable", "Redis does not answer.") from error
+
+
 def _fresh(reconciler: Reconciler) -> None:
     if reconciler.last_look is None or reconciler.clock() - reconciler.last_look > STALE_S:
         raise Refusal(503, "unavailable", "Redis does not answer.")
 
 
+def _standby(reconciler: Reconciler) -> None:
+    if reconciler.leader not in ("", reconciler.identity):
+        raise Refusal(503, "standby", f"This process stands by; {reconciler.leader} leads. Ask that one.")
+
+
 def _engines(reconciler: Reconciler) -> EnginesAnswer:
     published, staged = reconciler.published, reconciler.staged
     return EnginesAnswer(
+        leads=reconciler.leads(),
+        leader=reconciler.leader,
         published=published.version if published else None,
         staged=staged.version if staged else None,
         staging_problem=reconciler.staging_problem,
@@ -232,6 +314,7 @@ async def _sync(reconciler: Reconciler, timeout_s: float) -> Any:
     while True:
         reconciler.wake()
         await asyncio.sleep(0.02)
+        _standby(reconciler)
         looked = reconciler.last_look is not None and reconciler.last_look > asked
         if looked and reconciler.published is None:
             raise Refusal(409, "nothing-published", "No version is published yet; the trainer publishes the first one.")

@@ -49,7 +49,8 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds. probe: short questions; load: one load; pause: until aborted requests left; poll: between two looks."""
+    """Seconds. probe: short questions; load: one load; pause: until aborted requests left; drain: until running ones
+    ended by themselves; poll: between two looks at what runs."""
 
     probe: float = 5.0
     load: float = 120.0
@@ -65,17 +66,22 @@ class EngineClient:
         self._http, self._url, self._timeouts = http, url.rstrip("/"), timeouts
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
-    async def probe(self) -> Done[Served] | Lost:
-        """What it serves now, and whether it is paused."""
+    async def weights(self) -> Done[str] | Lost:
+        """Its name of what it has loaded."""
         info = await self._json("GET", "/model_info", self._timeouts.probe)
         if isinstance(info, Lost):
             return info
-        weights = info.value.get("weight_version")
-        if not isinstance(weights, str):
-            return Lost("/model_info names no weight_version")
+        name = info.value.get("weight_version")
+        return Done(name) if isinstance(name, str) else Lost("/model_info names no weight_version")
+
+    async def probe(self) -> Done[Served] | Lost:
+        """What it serves now, and whether it is paused."""
+        weights = await self.weights()
+        if isinstance(weights, Lost):
+            return weights
         ready = await self._send("GET", "/ready", self._timeouts.probe)
         paused = {200: False, 503: True}.get(ready.value[0]) if isinstance(ready, Done) else None
-        return Done(Served(weights, paused))
+        return Done(Served(weights.value, paused))
 
     async def running(self) -> Done[int] | Lost:
         """Requests that run or wait inside the engine."""
@@ -88,18 +94,23 @@ class EngineClient:
         except (KeyError, TypeError, ValueError):
             return Lost("/v1/loads does not say how many requests run")
 
-    async def drain(self) -> Done[bool] | Lost:
-        """Wait until nothing runs: Done(True); Done(False) if something still runs at the limit."""
+    async def abort(self) -> Done[None] | Lost:
+        """End all running requests; their partial answers go back to the workers."""
+        answer = await self._send("POST", "/abort_request", self._timeouts.probe, {"abort_all": True})
+        if isinstance(answer, Lost):
+            return answer
+        return Done(None) if answer.value[0] == 200 else Lost(f"/abort_request answered {answer.value[0]}")
+
+    async def drain(self, limit_s: float) -> Done[bool] | Lost:
+        """Wait until nothing runs: Done(True); Done(False) if something still runs after limit_s seconds."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._timeouts.drain
+        end = clock() + limit_s
         while True:
             running = await self.running()
             if isinstance(running, Lost):
                 return running
-            if running.value == 0:
-                return Done(True)
-            if clock() >= deadline:
-                return Done(False)
+            if running.value == 0 or clock() >= end:
+                return Done(running.value == 0)
             await asyncio.sleep(self._timeouts.poll)
 
     async def pause(self) -> Done[None] | Lost:
@@ -125,19 +136,38 @@ class EngineClient:
             return ready
         return Lost("still paused after it was continued") if ready.value[0] == 503 else Done(None)
 
-    async def load(self, folder: Path, version: int) -> Done[None] | Lost:
-        """Load the weights of `folder` (absolute, as the engine sees it), flush the cache, and name them `version`."""
-        body = {
-            "model_path": str(folder),
-            "flush_cache": True,
-            "abort_all_requests": False,
-            "weight_version": str(version),
-        }
-        answer = await self._json("POST", "/update_weights_from_disk", self._timeouts.load, body)
+    async def load(self, folder: Path, name: str, *, drain: bool) -> Done[None] | Lost:
+        """Load the weights of `folder` (absolute, as the engine sees it), flush the cache, and call them `name`.
+
+        drain: the engine is not paused. It then holds new requests back, waits until the running ones have ended, and
+        loads (SGLang's own readers-writer lock: nothing can slip in between). What still runs after the drain time is
+        aborted; the partial answers go back to the workers.
+        """
+        body = {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False, "weight_version": name}
+        limit_s = self._timeouts.load + (self._timeouts.drain if drain else 0.0)
+        asked = asyncio.ensure_future(self._json("POST", "/update_weights_from_disk", limit_s, body))
+        try:
+            if drain:
+                await asyncio.wait({asked}, timeout=self._timeouts.drain)
+                if not asked.done():
+                    await self.abort()
+            answer = await asked
+        finally:
+            asked.cancel()
         if isinstance(answer, Lost):
             return answer
         if answer.value.get("success") is not True:
             return Lost(f"the load answered success: {answer.value.get('success')!r}")
+        return Done(None)
+
+    async def rename(self, name: str) -> Done[None] | Lost:
+        """Call the weights `name` from now on; running requests go on, each token carries the name of its moment."""
+        body = {"new_version": name, "abort_all_requests": False}
+        answer = await self._json("POST", "/update_weight_version", self._timeouts.probe, body)
+        if isinstance(answer, Lost):
+            return answer
+        if answer.value.get("success") is not True or answer.value.get("new_version") != name:
+            return Lost("the engine does not confirm the new name of its weights")
         return Done(None)
 
     async def checksums(self) -> Done[dict[str, str]] | Lost:

@@ -7,8 +7,10 @@ Invariants (held for every order of events by tests/weight_sync/test_lifecycle.p
 - `maybe_paused` is set before a pause is sent and cleared only by a continue that was confirmed; while it is set, the
   next command that can be given is Continue, unless the engine is on its way to a load.
 - Newest wins: the version to load is chosen when the way to it begins, never queued.
+- What a load brings is called `unverified-N` by the engine until Verify has read it back; only then it gets the name N.
+  The engine stamps each token with the name, so a token of weights that nobody verified can never pass for one of N.
 
-    joining --> loading ----> verifying --> serving --> pausing --> updating --> verifying --> serving
+    joining --> loading ----> verifying --> serving --> (pausing) --> updating --> verifying --> serving
                    \\______________\\____________\\____________\\___________/
                                   quarantined <-> gone      (any failure; back to loading after a wait)
 """
@@ -24,7 +26,7 @@ IDLE_STATES = (EngineState.JOINING, EngineState.SERVING, EngineState.QUARANTINED
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Limits. drain: let running requests end before a load (else abort them at once). tries: failed tries in a row
+    """Limits. drain: let running requests end before a load (else pause and abort them). tries: failed tries in a row
     before the waits begin. back_off_s, back_off_max_s: those waits, doubled each time. misses: probes without an answer
     that make an engine unusable (a refused connection does at once). gone_after_s: silence after which it is gone."""
 
@@ -65,25 +67,21 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """Wait until its running requests ended."""
-
-
-@dataclass(frozen=True, slots=True)
 class Pause:
     """Abort running requests and hold new ones back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load this version, flush the cache."""
+    """Load this version, flush the cache. drain: the engine is not paused; it lets running requests end first."""
 
     version: int
+    drain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Read back name and checksum of the weights."""
+    """Read back name and checksum of the weights, then give them the version's name."""
 
     version: int
 
@@ -93,7 +91,7 @@ class Continue:
     """Let it answer requests again."""
 
 
-Command = Probe | Drain | Pause | Load | Verify | Continue
+Command = Probe | Pause | Load | Verify | Continue
 
 # --- events
 
@@ -101,6 +99,11 @@ Command = Probe | Drain | Pause | Load | Verify | Continue
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time to look at the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Newer:
+    """A newer version was staged: an engine that serves needs no look before it is updated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +116,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The probe was not answered. refused: nobody listens there."""
+    """The probe was not answered. refused: nobody listens there. expired: its supervisor is silent, too."""
 
     refused: bool = False
+    expired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +137,11 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainTimedOut:
-    """Requests still run at the end of the wait."""
-
-
-@dataclass(frozen=True, slots=True)
 class Rejoined:
     """Its supervisor registered it again: another process, with weights that nobody confirmed."""
 
 
-Event = Tick | Answered | Silent | Succeeded | Failed | DrainTimedOut | Rejoined
+Event = Tick | Newer | Answered | Silent | Succeeded | Failed | Rejoined
 
 
 def takeover(record: EngineRecord, now: float) -> Life:
@@ -162,7 +161,7 @@ def takeover(record: EngineRecord, now: float) -> Life:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a step depends on besides the engine. now: seconds. wanted: the newest version published and staged."""
+    """What a step depends on besides the engine. now: seconds. wanted: the version to bring it to now, if any."""
 
     policy: Policy
     now: float
@@ -181,14 +180,16 @@ def step(  # noqa: PLR0911 - one line for each pair of command and event reads b
         case Rejoined(), _:
             joined = Life(EngineState.JOINING, maybe_paused=life.maybe_paused, detail="registered again")
             return joined, Continue() if life.maybe_paused else None
-        case Tick(), _:
+        case Newer(), _ if _may_update(life, at):
+            return _begin(life, at, at.wanted)
+        case Tick() | Newer(), _:
             return life, Probe()
         case Silent(), _:
             return _silent(life, event, at), None
         case Answered(), _:
             return _answered(life, event, at)
-        case _, Drain() | Pause():
-            return _quiet(life, event, at, drained=isinstance(last, Drain))
+        case Succeeded(), Pause():
+            return _load(life)
         case Succeeded(), Load():
             return replace(life, state=EngineState.VERIFYING), Verify(life.target)
         case _, Verify():
@@ -214,7 +215,8 @@ def _silent(life: Life, event: Silent, at: Moment) -> Life:
             maybe_paused=True,
         )
     patience = at.policy.join_patience_s if life.state is EngineState.JOINING else at.policy.gone_after_s
-    if life.state in (EngineState.QUARANTINED, EngineState.JOINING) and at.now - since >= patience:
+    over = event.expired or at.now - since >= patience
+    if life.state in (EngineState.QUARANTINED, EngineState.JOINING) and over:
         return replace(life, state=EngineState.GONE, version=-1, detail=f"silent for {at.now - since:.0f} s")
     return life
 
@@ -233,13 +235,18 @@ def _answered(life: Life, event: Answered, at: Moment) -> tuple[Life, Command | 
             )
         elif not life.verified:
             return life, Verify(life.version)
-        elif at.wanted is not None and at.wanted > life.version:
-            return _begin(replace(life, state=EngineState.PAUSING), at, at.wanted)
+        elif _may_update(life, at):
+            return _begin(life, at, at.wanted)
         else:
             return life, None
     if at.wanted is None or not _due(life, at, at.wanted):
         return life, None
     return _begin(replace(life, state=EngineState.LOADING, version=-1, checksum=""), at, at.wanted)
+
+
+def _may_update(life: Life, at: Moment) -> bool:
+    serves = life.state is EngineState.SERVING and life.verified and not life.maybe_paused
+    return serves and at.wanted is not None and at.wanted > life.version
 
 
 def _due(life: Life, at: Moment, wanted: int) -> bool:
@@ -249,19 +256,20 @@ def _due(life: Life, at: Moment, wanted: int) -> bool:
     return wanted > life.target and at.now >= quarantined_at + at.policy.back_off_s
 
 
-def _begin(life: Life, at: Moment, wanted: int) -> tuple[Life, Command]:
+def _begin(life: Life, at: Moment, wanted: int | None) -> tuple[Life, Command]:
+    life = replace(life, target=-1 if wanted is None else wanted)
     if at.policy.drain:
-        return replace(life, target=wanted, detail=f"draining for version {wanted}"), Drain()
-    return replace(life, target=wanted, maybe_paused=True, detail=f"pausing for version {wanted}"), Pause()
+        return _load(life)
+    state = EngineState.PAUSING if life.state is EngineState.SERVING else life.state
+    return replace(life, state=state, maybe_paused=True, detail=f"pausing for version {wanted}"), Pause()
 
 
-def _quiet(life: Life, event: Event, at: Moment, *, drained: bool) -> tuple[Life, Command | None]:
-    if isinstance(event, Succeeded):
-        state = EngineState.UPDATING if life.state is EngineState.PAUSING else EngineState.LOADING
-        return replace(life, state=state, detail=f"loading version {life.target}"), Load(life.target)
-    if isinstance(event, DrainTimedOut) and drained:
-        return replace(life, maybe_paused=True, detail="not drained in time: aborting"), Pause()
-    return _fail(life, _detail(event), at)
+def _load(life: Life) -> tuple[Life, Command]:
+    serves = life.state in (EngineState.SERVING, EngineState.PAUSING)
+    state = EngineState.UPDATING if serves else EngineState.LOADING
+    drain = not life.maybe_paused
+    what = "draining, then loading" if drain else "loading"
+    return replace(life, state=state, detail=f"{what} version {life.target}"), Load(life.target, drain)
 
 
 def _verified(life: Life, event: Event, at: Moment) -> tuple[Life, Command | None]:

@@ -24,6 +24,7 @@ from services.weight_sync.app import create_app
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
+from services.weight_sync.strategy import Strategy
 
 log = structlog.get_logger()
 MAX_CONNECTIONS = 256
@@ -65,8 +66,8 @@ def settings_of(config: RunConfig, environment: Mapping[str, str]) -> Settings:
             join_patience_s=engine.start_timeout_s,
         ),
         timeouts=Timeouts(load=weights.update_timeout_s, drain=weights.update_timeout_s / 2),
+        strategy=Strategy(weights.strategy, weights.rolling_engines),
         interval_s=weights.probe_interval_s,
-        poll_s=min(0.05, weights.probe_interval_s),
         exact_dtype=engine.dtype if exact else None,
         api_key=read_secret(ENGINE_API_KEY, environment),
     )

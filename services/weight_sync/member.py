@@ -1,6 +1,6 @@
 """One engine as weight-sync drives it: carries out the life cycle's commands and shows each state before it acts on it.
 
-Invariant: no Drain, Pause, Load or Verify is sent while the registry shows another state than the one that the command
+Invariant: no Pause, Load or Verify is sent while the registry shows another state than the one that the command
 belongs to; so an engine whose weights are being changed is never routable, whatever this process or Redis does next.
 """
 
@@ -21,6 +21,7 @@ from services.weight_sync.checksums import Verdict, compare, overall
 from services.weight_sync.engine_client import Done, EngineClient, Lost, Served
 from services.weight_sync.ports import Registry
 from services.weight_sync.staging import Staged
+from services.weight_sync.strategy import is_out
 
 log = structlog.get_logger()
 SHUTDOWN_CONTINUE_S = 3.0
@@ -36,6 +37,15 @@ class Fleet(Protocol):
     @property
     def staged(self) -> Staged | None:
         """The newest version that may be loaded."""
+
+    def leads(self) -> bool:
+        """Whether this process may act on engines now."""
+
+    def alone(self) -> bool:
+        """Whether no other process is known to lead."""
+
+    def wanted(self, member: Member) -> int | None:
+        """The version that a member may be brought to now; None: it stays as it is."""
 
     def reference(self, version: int) -> str | None:
         """Overall checksum that some engine was confirmed with for this version."""
@@ -75,15 +85,26 @@ class Member:
     loading: Staged | None = None  # what the last load was of: the newest may be another one by now
     paused_at: float | None = None
     left_at: float | None = None
+    expired: bool = False  # its supervisor has not said for long that it lives
+    asks_whether_idle: bool = False
+    idle: bool = False  # nothing ran on it when it was asked last
 
     @property
     def busy(self) -> bool:
         """Whether its task runs."""
         return self.task is not None and not self.task.done()
 
+    @property
+    def is_out(self) -> bool:
+        """Whether an update has it out of the routable ones: until the registry shows again that it serves."""
+        return is_out(self.life.state, self.life.version) or is_out(self.shown.state, self.shown.version)
+
     async def drive(self, fleet: Fleet, first: lc.Event) -> None:
         """From one event (a tick, a rejoin) until there is nothing to do. If cancelled, it is continued."""
         try:
+            if self.asks_whether_idle and self.life.state is EngineState.SERVING:
+                running = await self.client.running()
+                self.idle = isinstance(running, Done) and running.value == 0
             event, last = first, None
             while True:
                 life, command = self._step(fleet, event, last)
@@ -92,15 +113,15 @@ class Member:
                     return
                 last, event = command, await self._carry_out(fleet, command)
         except asyncio.CancelledError:
-            if self.life.maybe_paused:
+            if self.life.maybe_paused and fleet.alone():  # else whoever leads continues it
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SHUTDOWN_CONTINUE_S):
                         await self.client.resume()
             raise
 
     def _step(self, fleet: Fleet, event: lc.Event, last: lc.Command | None) -> tuple[lc.Life, lc.Command | None]:
-        before, wanted = self.life, fleet.staged.version if fleet.staged else None
-        self.life, command = lc.step(before, event, lc.Moment(fleet.policy, fleet.clock(), wanted), last)
+        before = self.life
+        self.life, command = lc.step(before, event, lc.Moment(fleet.policy, fleet.clock(), fleet.wanted(self)), last)
         if self.life.failures > before.failures:
             self.figures.failures += 1
         if self.life.state is not before.state:
@@ -125,6 +146,8 @@ class Member:
             wanted = replace(
                 self.shown, state=life.state, version=life.version, checksum=life.checksum, detail=life.detail
             )
+            if not _allowed(fleet, command):
+                return life, None  # the next look finds out who leads; a process that takes over starts from the record
             if wanted == self.shown:
                 return life, command
             try:
@@ -144,22 +167,19 @@ class Member:
     async def _carry_out(self, fleet: Fleet, command: lc.Command) -> lc.Event:
         if isinstance(command, lc.Probe):
             return self._probed(await self.client.probe())
-        if isinstance(command, lc.Drain):
-            drained = await self.client.drain()
-            return _event(drained) if isinstance(drained, Lost) or drained.value else lc.DrainTimedOut()
         if isinstance(command, lc.Pause):
             self.paused_at = fleet.clock()
             return _event(await self.client.pause())
         if isinstance(command, lc.Continue):
             return self._resumed(fleet, await self.client.resume())
         if isinstance(command, lc.Load):
-            return await self._load(fleet, command.version)
+            return await self._load(fleet, command)
         return await self._verify(fleet, command.version)
 
     def _probed(self, outcome: Done[Served] | Lost) -> lc.Event:
         if isinstance(outcome, Lost):
             self.figures.silent_probes += 1
-            return lc.Silent(outcome.refused)
+            return lc.Silent(outcome.refused, self.expired)
         return lc.Answered(outcome.value.weights, outcome.value.paused)
 
     def _resumed(self, fleet: Fleet, outcome: Done[None] | Lost) -> lc.Event:
@@ -169,28 +189,32 @@ class Member:
             self.paused_at = None
         return _event(outcome)
 
-    async def _load(self, fleet: Fleet, version: int) -> lc.Event:
+    async def _load(self, fleet: Fleet, command: lc.Load) -> lc.Event:
         staged = fleet.staged
-        if staged is None or staged.version < version:
-            return lc.Failed(f"version {version} is not staged")
-        if staged.version > version:  # a newer one was staged while this engine drained: that one is loaded
+        if staged is None or staged.version < command.version:
+            return lc.Failed(f"version {command.version} is not staged")
+        if staged.version > command.version:  # a newer one was staged while this engine was paused: that one is loaded
             self.life = replace(self.life, target=staged.version)
         self.loading, began = staged, fleet.clock()
-        outcome = await self.client.load(staged.folder, staged.version)
+        outcome = await self.client.load(staged.folder, unverified(staged.version), drain=command.drain)
         self.figures.last_load_seconds = fleet.clock() - began
         self.figures.load_seconds += self.figures.last_load_seconds
         return _event(outcome)
 
     async def _verify(self, fleet: Fleet, version: int) -> lc.Event:
-        served = await self.client.probe()
-        if isinstance(served, Lost):
-            return lc.Failed(served.detail)
-        if served.value.weights != str(version):
-            return lc.Failed(f"names its weights {served.value.weights[:80]!r} after a load of {version}")
+        weights = await self.client.weights()
+        if isinstance(weights, Lost):
+            return lc.Failed(weights.detail)
+        if weights.value not in (unverified(version), str(version)):
+            return lc.Failed(f"names its weights {weights.value[:80]!r} after a load of {version}")
         sums = await self.client.checksums()
         if isinstance(sums, Lost):
             return lc.Failed(sums.detail)
-        return self._compare(fleet, version, sums.value)
+        verdict = self._compare(fleet, version, sums.value)
+        if isinstance(verdict, lc.Failed) or weights.value == str(version):
+            return verdict
+        named = await self.client.rename(str(version))
+        return lc.Failed(named.detail) if isinstance(named, Lost) else verdict
 
     def _compare(self, fleet: Fleet, version: int, sums: Mapping[str, str]) -> lc.Event:
         total = overall(sums)
@@ -213,5 +237,17 @@ class Member:
         return lc.Succeeded(total)
 
 
-def _event(outcome: Done[None] | Done[bool] | Lost) -> lc.Event:
+def _allowed(fleet: Fleet, command: lc.Command | None) -> bool:
+    """Whether a command may be carried out: all by the leader; a continue also when nobody else is known to lead."""
+    if command is None or isinstance(command, lc.Probe) or fleet.leads():
+        return True
+    return isinstance(command, lc.Continue) and fleet.alone()
+
+
+def unverified(version: int) -> str:
+    """What an engine calls the weights of a version until they were read back. No integer: no sample of it counts."""
+    return f"unverified-{version}"
+
+
+def _event(outcome: Done[None] | Lost) -> lc.Event:
     return lc.Failed(outcome.detail) if isinstance(outcome, Lost) else lc.Succeeded()

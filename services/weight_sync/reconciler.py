@@ -1,42 +1,53 @@
 """The loop of weight-sync: compares what is published with what each engine serves, and closes the gap.
 
 Invariant: everything that this process must know after it was killed is in the registry and in the engines; it keeps no
-state of its own on disk. Engines are driven independently: one that hangs delays no other.
+state of its own on disk. Engines are driven independently: one that hangs delays no other. A published version and an
+engine that joins wake the loop at once; a message that is lost costs one interval, nothing else. One process of a run
+leads; it holds a lease in Redis and acts on no engine without it. Others stand by and take over when it lapses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import httpx
 import structlog
 
-from broker.errors import BrokerError
+from broker.errors import BrokerError, NotInitialised
 from broker.logs import bind_version
 from broker.types import EngineRecord, EngineState, VersionRecord
+from rollout.ports import LEFT
 from services.weight_sync import lifecycle as lc
 from services.weight_sync.engine_client import EngineClient, Timeouts
 from services.weight_sync.member import Member
 from services.weight_sync.ports import Registry
 from services.weight_sync.staging import IncompleteVersion, Staged, stage
+from services.weight_sync.strategy import Strategy, may_leave
 
 log = structlog.get_logger()
 REFERENCES_KEPT = 64
+ROLE = "weight-sync"
+IDLE_POLL_S = 0.05
+EXPIRED_MS = 10_000  # a supervisor says every second that it lives (rollout/engine.py)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the loop works. interval_s: between looks at the engines; poll_s: at the published version. exact_dtype: see
-    staging.stage. api_key: the engines' key."""
+    """How the loop works. interval_s: between looks at the engines. lease_s: time without a look after which another
+    process may lead. exact_dtype: see staging.stage. api_key: the engines' key."""
 
     policy: lc.Policy = field(default_factory=lc.Policy)
+    strategy: Strategy = field(default_factory=Strategy)
     timeouts: Timeouts = field(default_factory=Timeouts)
     interval_s: float = 0.5
-    poll_s: float = 0.05
+    lease_s: float = 4.0
     exact_dtype: str | None = None
     api_key: str | None = None
 
@@ -75,6 +86,9 @@ class Reconciler:
         self._staged: Staged | None = None
         self._staging: asyncio.Task[None] | None = None
         self._staging_not_before = 0.0
+        self.identity = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.leader = ""  # who leads, "": not known
+        self._leads_until = float("-inf")
         self._references: dict[int, tuple[str, str]] = {}  # version -> (checksum of its files, of the engine's weights)
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -83,6 +97,24 @@ class Reconciler:
     def staged(self) -> Staged | None:
         """The newest version that may be loaded."""
         return self._staged
+
+    def leads(self) -> bool:
+        """Whether this process may act on engines now."""
+        return self.clock() < self._leads_until
+
+    def alone(self) -> bool:
+        """Whether no other process is known to lead; then a pause of ours is ended even if Redis does not answer."""
+        return self.leader in ("", self.identity)
+
+    def wanted(self, member: Member) -> int | None:
+        """The version that a member may be brought to now; None: it stays as it is."""
+        if self._staged is None:
+            return None
+        if member.life.state is EngineState.SERVING:
+            out = sum(m.is_out for m in self.members.values() if m is not member)
+            if not may_leave(self._settings.strategy, out, idle=member.idle):
+                return None
+        return self._staged.version
 
     def reference(self, version: int) -> str | None:
         """Overall checksum that this version was confirmed with, by this process or as the registry shows."""
@@ -125,6 +157,8 @@ class Reconciler:
 
     async def run(self) -> None:
         """Until `stop`: a look every interval. Whatever fails in one look is counted and tried again in the next."""
+        loop = asyncio.get_running_loop()
+        changes = self.registry.listen(lambda message: _pass_on(message, loop, self._wake))
         try:
             while not self._stopped.is_set():
                 self._wake.clear()
@@ -137,16 +171,26 @@ class Reconciler:
                     self.totals.unexpected_errors += 1
                     log.error("a look failed", error=type(error).__name__, exc_info=error)
                 self.last_round = self.clock()
-                await self._wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval()):
+                        await self._wake.wait()
         finally:
             await self._cancel_all()
+            with contextlib.suppress(BrokerError):
+                await asyncio.to_thread(self.registry.hold, ROLE, self.identity, 0)
+            changes.close()
 
     async def look(self) -> None:
         """Read the registry once, stage a new version, and start a drive of every engine that is not being driven."""
         self._collect()
+        if not await self._lead():
+            return
         # What is read below may be older than what a drive that runs meanwhile writes: such an engine waits its turn.
         driven = {engine_id for engine_id, member in self.members.items() if member.busy}
-        records, published = await asyncio.to_thread(lambda: (self.registry.engines(), self.registry.published()))
+        read = self.registry
+        records, published, now_ms = await asyncio.to_thread(
+            lambda: (read.engines(), read.published(), read.server_time_ms())
+        )
         self.totals.looks += 1
         self.last_look, self.published = self.clock(), published
         if published is not None:
@@ -154,8 +198,27 @@ class Reconciler:
             self._stage(published)
         self._forget(records)
         for record in records:
-            if record.engine_id not in driven:
+            if record.engine_id not in driven and not has_left(record):
                 self._drive(record)
+                # An engine that joined over HTTP has no supervisor: its pid is 0, and its lease is the probe alone.
+                self.members[record.engine_id].expired = record.pid > 0 and now_ms - record.heartbeat_ms > EXPIRED_MS
+
+    async def _lead(self) -> bool:
+        """Take or renew the lease; whatever is under way stops when another process has it."""
+        asked = self.clock()
+        try:
+            self.leader = await asyncio.to_thread(self.registry.hold, ROLE, self.identity, self._settings.lease_s)
+        except NotInitialised:  # nothing can be registered before the run is initialised, so there is nothing to act on
+            return True
+        if self.leader == self.identity:
+            self._leads_until = asked + self._settings.lease_s
+            return True
+        self.last_look = self.clock()
+        if self.members:
+            log.warning("another process leads", leader=self.leader)
+            await self._cancel_all()
+            self.members.clear()
+        return False
 
     def _drive(self, record: EngineRecord) -> None:
         member = self.members.get(record.engine_id)
@@ -163,34 +226,55 @@ class Reconciler:
             member = self._member(record, lc.takeover(record, self.clock()))
             self.members[record.engine_id] = member
             log.info("engine found", engine=record.engine_id, state=record.state, version=record.version)
-        event: lc.Event = lc.Tick()
+        event: lc.Event = lc.Newer() if self._staged and self._staged.version > record.version else lc.Tick()
         if self._is_another_process(member, record):
             figures = member.figures
             member = self._member(record, member.life)
             member.figures = figures
             self.members[record.engine_id] = member
             event = lc.Rejoined()
-        member.shown = record
+        member.shown, member.asks_whether_idle = record, self._settings.strategy.name == "on-idle"
         member.task = asyncio.create_task(member.drive(self, event), name=f"drive {record.engine_id}")
         member.task.add_done_callback(lambda _task: self._driven(member))
 
-    def _driven(self, member: Member) -> None:
-        """A drive ended: if a newer version was staged meanwhile, the next one need not wait for the interval."""
-        if member.shown.routable and self._staged is not None and member.shown.version < self._staged.version:
-            self._wake.set()
+    def _driven(self, _member: Member) -> None:
+        """A drive ended: if an engine may now be brought to a newer version, that need not wait for the interval."""
+        for member in self.members.values():
+            wanted = self.wanted(member)
+            if not member.busy and member.shown.routable and wanted is not None and member.shown.version < wanted:
+                self._wake.set()
+
+    def _interval(self) -> float:
+        """Seconds until the next look; soon while an engine is waited for to be idle."""
+        waits = any(m.shown.routable and not m.idle and m.asks_whether_idle for m in self.members.values())
+        return min(self._settings.interval_s, IDLE_POLL_S) if waits and self.lagging() else self._settings.interval_s
 
     @staticmethod
     def _is_another_process(member: Member, record: EngineRecord) -> bool:
         registered_again = record.state is EngineState.JOINING and member.life.state is not EngineState.JOINING
         return registered_again or record.pid != member.shown.pid or record.url != member.shown.url
 
+    def client(self, url: str) -> EngineClient:
+        """A client of an engine's control API."""
+        return EngineClient(self._http, url, self._settings.timeouts, self._settings.api_key)
+
     def _member(self, record: EngineRecord, life: lc.Life) -> Member:
-        settings = self._settings
-        return Member(record, EngineClient(self._http, record.url, settings.timeouts, settings.api_key), life)
+        return Member(record, self.client(record.url), life)
+
+    async def let_go(self, engine_id: str) -> None:
+        """Stop driving an engine; if it may be paused it is continued."""
+        member = self.members.pop(engine_id, None)
+        if member is None:
+            return
+        if member.task is not None:
+            member.task.cancel()
+            await asyncio.gather(member.task, return_exceptions=True)
+        if member.life.maybe_paused:
+            await member.client.resume()
 
     def _forget(self, records: tuple[EngineRecord, ...]) -> None:
         """Drop engines that are no longer registered; one that is being driven is dropped when that has ended."""
-        present = {record.engine_id for record in records}
+        present = {record.engine_id for record in records if not has_left(record)}
         for engine_id in [e for e, m in self.members.items() if e not in present and not m.busy]:
             log.info("engine left", engine=engine_id)
             del self.members[engine_id]
@@ -227,21 +311,19 @@ class Reconciler:
         self.totals.last_staging_seconds = self.clock() - began
         self._wake.set()
 
-    async def _wait(self) -> None:
-        """Until the next interval, a wake-up, or a newly published version (asked for more often: it is one read)."""
-        end = self.clock() + self._settings.interval_s
-        while (left := end - self.clock()) > 0:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, self._settings.poll_s)):
-                    await self._wake.wait()
-            if self._wake.is_set():
-                return
-            with contextlib.suppress(BrokerError):
-                if await asyncio.to_thread(self.registry.published) != self.published:
-                    return
-
     async def _cancel_all(self) -> None:
         tasks = [t for t in [self._staging, *(m.task for m in self.members.values())] if t is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def has_left(record: EngineRecord) -> bool:
+    """Whether somebody told the engine to leave the fleet (services/weight_sync/fleet.py)."""
+    return record.state is EngineState.GONE and record.detail == LEFT
+
+
+def _pass_on(message: str, loop: asyncio.AbstractEventLoop, wake: asyncio.Event) -> None:
+    """Wake the loop for what others did; most changes of engines are this process' own."""
+    if message.startswith(("version", "listening", "free")) or f" {EngineState.JOINING.value} " in message:
+        loop.call_soon_threadsafe(wake.set)

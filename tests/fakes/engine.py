@@ -123,6 +123,7 @@ class FakeEngine:
         self.running: dict[str, _Sample] = {}
         self.queued: dict[str, _Sample] = {}
         self.waiting = 0
+        self.loading = 0  # loads that hold new requests back: SGLang's lock prefers the writer
         self.largest_running = 0
         self.sampled_while_paused = 0
         self.pauses = self.continues = self.flushes = self.loads = 0
@@ -189,7 +190,7 @@ class FakeEngine:
         return answers[0] if len(answers) == 1 and not isinstance(prompts[0], list) else answers
 
     async def _sample(self, s: _Sample, sampling: dict[str, Any], limit: int, body: dict[str, Any]) -> dict[str, Any]:
-        await self._until_continued(s)
+        await self._until_admitted(s)
         self.running[s.rid] = s
         self.largest_running = max(self.largest_running, len(self.running))
         finish: dict[str, Any] = {"type": "length", "length": limit}
@@ -239,6 +240,10 @@ class FakeEngine:
             meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
         return meta
 
+    async def _until_admitted(self, sample: _Sample) -> None:
+        await _until(lambda: not self.loading or sample.aborted)
+        await self._until_continued(sample)
+
     async def _until_continued(self, sample: _Sample) -> None:
         self.queued[sample.rid] = sample
         await _until(lambda: self.paused is None or sample.aborted)
@@ -262,7 +267,14 @@ class FakeEngine:
         """POST /update_weights_from_disk: (success, message)."""
         if body.get("abort_all_requests"):
             self.abort(None)
-        await _until(lambda: self.paused is not None or not self.running)
+        self.loading += 1
+        try:
+            await _until(lambda: self.paused is not None or not self.running)
+            return self._load(body)
+        finally:
+            self.loading -= 1
+
+    def _load(self, body: dict[str, Any]) -> tuple[bool, str]:
         folder = str(body.get("model_path", ""))
         if not (Path(folder) / "config.json").exists():
             return False, f"Failed to get model config: {folder}"

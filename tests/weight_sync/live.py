@@ -25,10 +25,12 @@ from configs.schema import RunConfig
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
+from services.weight_sync.strategy import Strategy
 from tests.fakes.engine import FakeEngine
 
 EXPERTS, HIDDEN, INNER, VOCABULARY = 4, 8, 6, 10
-FAST = Timeouts(probe=0.4, load=0.4, pause=0.4, drain=0.3, poll=0.005)
+PATIENT = Timeouts(probe=10, load=10, pause=10, drain=0.5, poll=0.005)  # for what answers: never too short
+FAST = Timeouts(probe=0.4, load=0.4, pause=0.4, drain=0.3, poll=0.005)  # for what does not answer
 
 
 @contextlib.contextmanager
@@ -55,7 +57,7 @@ def accepts(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = condition()
@@ -65,7 +67,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
     raise AssertionError("not within the deadline")
 
 
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = await asyncio.to_thread(condition)
@@ -227,10 +229,12 @@ def world(folder: Path) -> Iterator[World]:
 
 
 @contextlib.asynccontextmanager
-async def syncing(w: World, **options: Any) -> AsyncIterator[Reconciler]:
+async def syncing(
+    w: World, strategy: Strategy | None = None, timeouts: Timeouts = PATIENT, **options: Any
+) -> AsyncIterator[Reconciler]:
     """The reconciler at work; it is stopped, and its errors shown, at the end."""
     policy = Policy(**{"tries": 2, "back_off_s": 0.05, "back_off_max_s": 0.2, "gone_after_s": 1.0, **options})
-    settings = Settings(policy=policy, timeouts=FAST, interval_s=0.03, poll_s=0.01, exact_dtype="float32")
+    settings = Settings(policy, strategy or Strategy(), timeouts, interval_s=0.03, exact_dtype="float32")
     async with httpx.AsyncClient(trust_env=False) as http:
         reconciler = Reconciler(w.broker, http, settings)
         task = asyncio.create_task(reconciler.run())

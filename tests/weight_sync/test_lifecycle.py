@@ -44,17 +44,17 @@ def carry_out(command: lc.Command, engine: Engine, outcome: str) -> lc.Event:
     if done and isinstance(command, lc.Continue):
         engine.paused = False
     if done and isinstance(command, lc.Load):
+        engine.weights = f"unverified-{command.version}"
+    if isinstance(command, lc.Verify) and done:
+        if engine.weights not in (str(command.version), f"unverified-{command.version}"):
+            return lc.Failed("other weights")
         engine.weights = str(command.version)
-    if isinstance(command, lc.Verify) and done and engine.weights != str(command.version):
-        return lc.Failed("other weights")
-    if isinstance(command, lc.Drain) and outcome == "busy":
-        return lc.DrainTimedOut()
     return lc.Succeeded("sum") if done and outcome != "lost" else lc.Failed(outcome)
 
 
 HAPPENINGS = st.lists(
     st.tuples(
-        st.sampled_from(["ok", "ok", "fail", "lost", "busy", "die", "restart", "rejoin"]),
+        st.sampled_from(["ok", "ok", "fail", "lost", "die", "restart", "rejoin"]),
         st.integers(0, 2),
     ),
     max_size=40,
@@ -74,7 +74,7 @@ def test_an_engine_is_routable_only_with_the_weights_that_were_confirmed_and_is_
             life, _ = lc.step(life, lc.Rejoined(), lc.Moment(policy, now, wanted))
             assert life.version == -1
             assert life.state is EngineState.JOINING
-        outcome = happening if happening in ("fail", "lost", "busy") else "ok"
+        outcome = happening if happening in ("fail", "lost") else "ok"
         life = run_step(life, engine, outcome, lc.Moment(policy, now, wanted))
         if life.state is EngineState.SERVING:
             assert engine.weights == str(life.version)
@@ -120,7 +120,7 @@ def test_ten_versions_behind_is_one_load():
     life, engine = lc.Life(EngineState.SERVING, version=3, target=3), Engine(weights="3")
     life = run_step(life, engine, "ok", lc.Moment(POLICY, 0.0, 13))
     assert (life.state, life.version) == (EngineState.SERVING, 13)
-    assert engine.log == ["Probe", "Drain", "Load", "Verify"]
+    assert engine.log == ["Probe", "Load", "Verify"]
 
 
 def test_in_abort_mode_the_engine_is_paused_before_the_load_and_continued_after_the_check():
@@ -130,10 +130,14 @@ def test_in_abort_mode_the_engine_is_paused_before_the_load_and_continued_after_
     assert life.state is EngineState.SERVING
 
 
-def test_a_drain_that_takes_too_long_ends_in_an_abort():
-    life, engine = lc.Life(EngineState.SERVING, version=3, target=3), Engine(weights="3")
-    run_step(life, engine, "busy", lc.Moment(POLICY, 0.0, 4))
-    assert engine.log == ["Probe", "Drain", "Pause", "Load", "Verify", "Continue"]
+def test_a_newer_version_is_loaded_without_a_look_only_where_the_engine_is_known_to_serve():
+    serving, at = lc.Life(EngineState.SERVING, version=3, target=3), lc.Moment(POLICY, 0.0, 4)
+    assert lc.step(serving, lc.Newer(), at)[1] == lc.Load(4, drain=True)
+    for state in (EngineState.JOINING, EngineState.QUARANTINED, EngineState.GONE):
+        assert lc.step(lc.Life(state), lc.Newer(), at)[1] == lc.Probe()
+    taken_over = lc.takeover(EngineRecord("e", "http://e", EngineState.SERVING, version=3), 0.0)
+    assert lc.step(taken_over, lc.Newer(), at)[1] == lc.Probe()
+    assert lc.step(serving, lc.Newer(), lc.Moment(POLICY, 0.0, 3))[1] == lc.Probe()
 
 
 def test_an_engine_that_serves_other_weights_than_confirmed_is_loaded_again_at_once():
@@ -147,14 +151,14 @@ def test_a_failed_load_is_tried_at_once_until_the_tries_are_used_up_and_then_wit
     life, engine, loads = lc.Life(EngineState.JOINING), Engine(), []
     for tenth in range(600):
         before = engine.log.count("Load")
-        life = run_step(life, engine, "fail" if engine.log.count("Drain") else "ok", lc.Moment(POLICY, tenth / 10, 1))
+        life = run_step(life, engine, "fail", lc.Moment(POLICY, tenth / 10, 1))
         engine.log = [e for e in engine.log if e != "Probe"]
         life = (
             life
             if life.state is not EngineState.SERVING
             else lc._fail(life, "broken", lc.Moment(POLICY, tenth / 10, 1))[0]
         )
-        if engine.log.count("Drain") > len(loads):
+        if engine.log.count("Load") > len(loads):
             loads.append(tenth / 10)
         assert before <= engine.log.count("Load")
     gaps = [b - a for a, b in itertools.pairwise(loads)]
@@ -167,7 +171,7 @@ def test_a_newer_version_ends_the_wait_of_a_quarantined_engine():
     life = lc.Life(EngineState.QUARANTINED, target=4, failures=6, retry_at=100.0)
     quarantined_at = 100.0 - lc._back_off(6, POLICY)
     assert lc.step(life, lc.Answered("?"), lc.Moment(POLICY, quarantined_at + 2, 4))[1] is None
-    assert isinstance(lc.step(life, lc.Answered("?"), lc.Moment(POLICY, quarantined_at + 2, 5))[1], lc.Drain)
+    assert isinstance(lc.step(life, lc.Answered("?"), lc.Moment(POLICY, quarantined_at + 2, 5))[1], lc.Load)
 
 
 def test_one_missed_probe_is_forgiven_and_a_refused_connection_is_not():
@@ -188,6 +192,13 @@ def test_a_silent_engine_is_quarantined_then_gone_and_joins_when_it_answers_agai
     life, command = lc.step(life, lc.Succeeded(), lc.Moment(POLICY, 20.0, 1), command)
     life, command = lc.step(life, lc.Answered("default"), lc.Moment(POLICY, 21.0, 1))
     assert life.state is EngineState.LOADING
+
+
+def test_a_silent_engine_whose_supervisor_is_silent_too_is_gone_without_further_waiting():
+    life, _ = lc.step(lc.Life(EngineState.SERVING, version=1), lc.Silent(True, True), lc.Moment(POLICY, 0.0, 1))
+    assert life.state is EngineState.QUARANTINED
+    assert lc.step(life, lc.Silent(True, False), lc.Moment(POLICY, 0.5, 1))[0].state is EngineState.QUARANTINED
+    assert lc.step(life, lc.Silent(True, True), lc.Moment(POLICY, 0.5, 1))[0].state is EngineState.GONE
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ import pytest
 
 from broker.types import EngineRecord, EngineState
 from configs import save_config
+from services.weight_sync import lifecycle as lc
 from services.weight_sync.app import create_app
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
-from tests.weight_sync.live import FAST, World, accepts, config, free_port, until, wait_for
+from tests.weight_sync.live import PATIENT, World, accepts, config, free_port, syncing, until, wait_for
 
 COMMAND = """
 import sys, pathlib, configs, services.weight_sync.main as main
@@ -30,11 +31,11 @@ sys.exit(main.run(configs.load_config(pathlib.Path(sys.argv[1]))))
 
 
 @contextlib.asynccontextmanager
-async def serving(w: World, token: str | None = None, timeouts: Timeouts = FAST) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(w: World, token: str | None = None, timeouts: Timeouts = PATIENT) -> AsyncIterator[httpx.AsyncClient]:
     """The application with its loop, reached in-process."""
     policy = Policy(tries=2, back_off_s=0.05, back_off_max_s=0.2, gone_after_s=1.0)
     engines = httpx.AsyncClient(trust_env=False)
-    settings = Settings(policy=policy, timeouts=timeouts, interval_s=0.03, poll_s=0.01, exact_dtype="float32")
+    settings = Settings(policy=policy, timeouts=timeouts, interval_s=0.03, exact_dtype="float32")
     app = create_app(Reconciler(w.broker, engines, settings), token, http=engines)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
@@ -165,9 +166,9 @@ def test_a_port_in_use_is_one_message_and_an_exit_code(w: World, tmp_path: Path)
 async def test_an_engine_that_its_supervisor_registers_again_during_an_update_is_loaded_from_the_start(w: World):
     engine = w.add_engine("e0")
     record = w.publish()
-    async with serving(w) as http:
+    async with serving(w, timeouts=Timeouts(probe=20, load=20, pause=20, drain=20)) as http:
         assert (await http.post("/v1/sync", json={"timeout_s": 20})).status_code == 200
-        engine.fail("/weights_checker", "hang", seconds=0.2)
+        engine.fail("/weights_checker", "hang", seconds=1.0)
         second = w.publish()
         await until(lambda: w.record("e0").state is EngineState.VERIFYING)
         url = w.record("e0").url
@@ -176,3 +177,43 @@ async def test_an_engine_that_its_supervisor_registers_again_during_an_update_is
         assert len(engine.calls("/update_weights_from_disk")) == 3
         await asyncio.sleep(0)
     assert record.version < second.version
+
+
+async def test_of_two_processes_one_leads_and_the_other_takes_over_when_it_ends(w: World):
+    engine = w.add_engine("e0")
+    async with syncing(w) as first:
+        record = w.publish()
+        await until(lambda: w.serves("e0", record.version))
+        async with syncing(w) as second:
+            await until(lambda: second.leader == first.identity)
+            record = w.publish()
+            await until(lambda: w.serves("e0", record.version))
+            assert (first.leads(), second.leads(), len(second.members)) == (True, False, 0)
+            first.stop()
+            await until(second.leads)
+            record = w.publish()
+            await until(lambda: w.serves("e0", record.version))
+    assert engine.paused is None
+
+
+async def test_a_process_that_stands_by_says_so(w: World):
+    async with syncing(w) as leader:
+        await until(leader.leads)
+        async with serving(w) as http:
+            answer = await http.post("/v1/sync", json={"timeout_s": 5})
+            assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "standby")
+            assert (await http.get("/v1/engines")).json()["leader"] == leader.identity
+
+
+async def test_without_the_lease_nothing_is_sent_to_an_engine(w: World):
+    engine = w.add_engine("e0")
+    async with syncing(w) as reconciler:
+        await until(lambda: w.record("e0").state is EngineState.JOINING and "e0" in reconciler.members)
+        member = reconciler.members["e0"]
+        assert (await member._show(reconciler, member.life, lc.Load(1)))[1] is not None
+        reconciler.leads = lambda: False
+        assert (await member._show(reconciler, member.life, lc.Load(1)))[1] is None
+        assert (await member._show(reconciler, member.life, lc.Continue()))[1] == lc.Continue()
+        reconciler.leader = "another"
+        assert (await member._show(reconciler, member.life, lc.Continue()))[1] is None
+    assert not engine.calls("/update_weights_from_disk")

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from broker.types import EngineRecord, EngineState
-from tests.weight_sync.live import World, config, syncing, until, write_version
+from tests.weight_sync.live import FAST, World, config, syncing, until, write_version
 
 CONTROL = [
     "/model_info",
-    "/v1/loads",
+    "/update_weight_version",
     "/pause_generation",
     "/update_weights_from_disk",
     "/weights_checker",
@@ -39,10 +39,11 @@ async def test_a_published_version_reaches_the_engine_verified_with_the_cache_fl
     (load,) = engine.calls("/update_weights_from_disk")
     assert load["model_path"] == record.path
     assert (load["weight_version"], load["flush_cache"], load["abort_all_requests"]) == (
-        str(record.version),
+        f"unverified-{record.version}",
         True,
         False,
     )
+    assert engine.version == str(record.version)
     assert w.record("e0").checksum
     assert engine.pauses == 0
 
@@ -51,7 +52,7 @@ async def test_a_published_version_reaches_the_engine_verified_with_the_cache_fl
 @pytest.mark.parametrize("path", CONTROL)
 async def test_whatever_fails_no_wrong_version_is_routable_and_everything_recovers(w: World, path):
     engine = w.add_engine("e0")
-    async with syncing(w, drain=path == "/v1/loads"):
+    async with syncing(w, drain=path == "/update_weight_version", timeouts=FAST):
         for fault, options in FAULTS.items():
             record = w.publish()
             await until(lambda record=record: w.serves("e0", record.version))
@@ -100,15 +101,15 @@ async def test_a_version_that_is_not_what_its_manifest_says_is_never_loaded_and_
         third = w.publish()
         await until(lambda: w.serves("e0", third.version))
     assert [load["weight_version"] for load in engine.calls("/update_weights_from_disk")] == [
-        str(first.version),
-        str(third.version),
+        f"unverified-{first.version}",
+        f"unverified-{third.version}",
     ]
 
 
 async def test_an_engine_that_hangs_delays_no_other_and_all_are_continued(w: World):
     engines = [w.add_engine(f"e{i}") for i in range(3)]
     first = w.publish()
-    async with syncing(w, drain=False):
+    async with syncing(w, drain=False, timeouts=FAST):
         for i in range(3):
             await until(lambda i=i: w.serves(f"e{i}", first.version))
         engines[0].fail("/pause_generation", "hang", times=4, seconds=3600.0)
@@ -120,10 +121,10 @@ async def test_an_engine_that_hangs_delays_no_other_and_all_are_continued(w: Wor
 
 async def test_versions_published_during_an_update_are_skipped_but_for_the_newest(w: World):
     engine = w.add_engine("e0")
-    engine.fail("/v1/loads", "hang", seconds=0.2)
+    engine.fail("/update_weights_from_disk", "hang", seconds=0.2)
     w.publish()
     async with syncing(w):
-        await until(lambda: engine.calls("/v1/loads"))
+        await until(lambda: engine.calls("/update_weights_from_disk"))
         newest = [w.publish() for _ in range(10)][-1]
         await until(lambda: w.serves("e0", newest.version))
     assert len(engine.calls("/update_weights_from_disk")) <= 3
@@ -157,7 +158,8 @@ async def test_a_drain_that_takes_too_long_aborts_what_runs_and_continues(w: Wor
         answer = (await asked).json()["meta_info"]
         assert answer["finish_reason"]["type"] == "abort"
         await until(lambda: w.serves("e0", second.version))
-    assert (engine.pauses, engine.paused) == (1, None)
+    assert len(engine.calls("/abort_request")) == 1
+    assert (engine.pauses, engine.paused) == (0, None)
 
 
 async def test_an_engine_that_was_killed_is_not_routable_and_is_loaded_before_it_is_again(w: World):
@@ -202,7 +204,7 @@ async def test_an_engine_found_half_way_is_continued_and_loaded(w: World, state)
 async def test_stopping_in_the_middle_of_an_update_leaves_no_engine_paused(w: World):
     engine = w.add_engine("e0")
     w.publish()
-    async with syncing(w, drain=False):
+    async with syncing(w, drain=False):  # the load does not answer for as long as it may
         engine.fail("/update_weights_from_disk", "hang", seconds=3600.0)
         await until(lambda: engine.calls("/update_weights_from_disk"))
         assert engine.paused == "abort"
