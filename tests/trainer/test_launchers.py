@@ -17,7 +17,7 @@ import pytest
 from configs.load import save_config
 from tests.conftest import ConfigFactory
 
-pytestmark = [pytest.mark.slow, pytest.mark.megatron, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.soak, pytest.mark.megatron, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 START = (
