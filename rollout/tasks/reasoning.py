@@ -13,7 +13,7 @@ from rollout.tasks.answers import extract, optional_module
 from rollout.tasks.source import with_instruction
 from rollout.tasks.types import Prompt, Response
 
-SIZE = 2**31 - 1  # generators are asked for items by index; a few keep a list of this length and need `size`
+SIZE = 100_000  # a few generators (gsm_symbolic) make a list of this length at the start
 INSTRUCTION = "{prompt}\nGive your final answer between <answer> and </answer>."
 
 
