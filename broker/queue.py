@@ -378,9 +378,9 @@ class Broker:
 
     # --- watching -----------------------------------------------------------------------------------------------------
 
-    def snapshot(self, detail: int = 0) -> Snapshot:
-        """Everything at one instant. detail: that many events and dead letters, and who caused which lag; 0: none."""
-        return view.parse(self._call("snapshot", detail))
+    def snapshot(self, detail: int = 0, *, names: bool = False) -> Snapshot:
+        """Everything at one instant. detail: that many events and dead letters, 0: neither. names: lag by name, too."""
+        return view.parse(self._call("snapshot", detail, int(names)))
 
     def dead_letters(self) -> list[dict[str, Any]]:
         """Prompts that were given up, newest last: group_id, prompt_index, attempt, reason, worker, time_ms."""

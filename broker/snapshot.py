@@ -70,13 +70,14 @@ def _fields(record: Any) -> dict[str, Any]:
 
 def attributed(fields: Mapping[str, str]) -> dict[tuple[str, str, str], dict[int, LagCount]]:
     """From g:<what>:<dimension>:<at>:<name> and t:<...> to (what, dimension, name) -> at -> LagCount, `at` rising."""
-    found: dict[tuple[str, str, str], dict[int, LagCount]] = {}
-    for key in sorted({key[2:] for key in fields}, key=lambda key: int(key.split(":")[2])):
-        what, dimension, at, name = key.split(":", 3)
-        count = LagCount(int(fields.get(f"g:{key}", 0)), int(fields.get(f"t:{key}", 0)))
-        if count.groups > 0:  # below 0: a rollback of a worker that was forgotten meanwhile
-            found.setdefault((what, dimension, name), {})[int(at)] = count
-    return found
+    found: dict[tuple[str, str, str], dict[int, list[int]]] = {}
+    for key, value in fields.items():
+        unit, what, dimension, at, name = key.split(":", 4)
+        found.setdefault((what, dimension, name), {}).setdefault(int(at), [0, 0])[unit == "t"] = int(value)
+    # A count below 0 is a rollback of a worker that was forgotten meanwhile.
+    return {
+        who: {at: LagCount(*counts[at]) for at in sorted(counts) if counts[at][0] > 0} for who, counts in found.items()
+    }
 
 
 def bucket_end_ms(bucket: int) -> int:

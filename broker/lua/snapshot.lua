@@ -2,7 +2,7 @@
 -- are kept by the transitions.
 -- KEYS  1 policy; reads ledger, ready_hist, lag_hist, counters, engines, versions, workers, dead, waiting,
 --       dead_order, by_hist, wait_hist, events
--- ARGV  1 how many events and dead letters to tell, 0: neither these nor what follows `workers`
+-- ARGV  1 how many events and dead letters to tell, 0: neither these nor what follows `workers`  2 1: by_hist, too
 -- returns {now ms, oldest submission ms or "", dead letters, then the hashes as flat lists: policy, ledger, ready_hist,
 --          lag_hist, counters, engines, versions, workers, then by_hist, wait_hist, events, dead letters newest first,
 --          {submission ms of the group at the median, at the 95th percentile of the time in queue}}
@@ -13,7 +13,7 @@ for _, name in ipairs({'ledger', 'ready_hist', 'lag_hist', 'counters', 'engines'
 end
 local limit = tonumber(ARGV[1])
 if limit > 0 then
-  out[#out + 1] = redis.call('HGETALL', k('by_hist'))
+  out[#out + 1] = ARGV[2] == '1' and redis.call('HGETALL', k('by_hist')) or {}
   out[#out + 1] = redis.call('HGETALL', k('wait_hist'))
   out[#out + 1] = redis.call('LRANGE', k('events'), 0, limit - 1)
   local prompts = redis.call('ZREVRANGE', k('dead_order'), 0, limit - 1)

@@ -12,7 +12,9 @@ from services.monitor.figures import WORKER_SILENT_MS, distribution, finite
 from services.monitor.shapes import Answer, ByName, Lags, base, lags
 
 SHOWN = 200
-"""Events and dead letters that a snapshot brings."""
+"""Events and dead letters that a full look brings."""
+FEW = 12
+"""Those that any look brings: what the page shows."""
 
 
 class EventAnswer(BaseModel):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel
 
 from broker.errors import BrokerError
 from services.http import ErrorAnswer, Refusal
@@ -24,21 +25,37 @@ Limit = Annotated[int, Query(ge=1, le=detail.SHOWN)]
 DENIED: dict[int | str, dict[str, Any]] = {401: {"model": ErrorAnswer, "description": "The token is missing or wrong."}}
 
 
-async def look(request: Request) -> Look:
+async def look(request: Request, *, full: bool = False) -> Look:
     """The present state, or 503."""
     source: Source = request.app.state.source
     try:
-        return await asyncio.to_thread(source.look)
+        return await asyncio.to_thread(source.look, full)
     except BrokerError as error:
         raise Refusal(503, "unavailable", "Redis does not answer, or does not hold this run (yet).") from error
 
 
-Seen = Annotated[Look, Depends(look)]
+async def light_look(request: Request) -> Look:
+    """A look without what only few answers need."""
+    return await look(request)
+
+
+async def full_look(request: Request) -> Look:
+    """A look with all events and dead letters, and who caused which lag."""
+    return await look(request, full=True)
+
+
+Seen = Annotated[Look, Depends(light_look)]
+SeenInFull = Annotated[Look, Depends(full_look)]
 
 
 def overview_of(seen: Look) -> views.Overview:
     """All that the page shows."""
     return views.overview(seen.snapshot, seen.before, seen.records)
+
+
+def as_json(answer: BaseModel) -> Response:
+    """A large answer, valid as it was made: the framework would check each of its parts again, which takes longer."""
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 def reads(may_read: Sequence[Any]) -> APIRouter:
@@ -56,10 +73,10 @@ def reads(may_read: Sequence[Any]) -> APIRouter:
         """What waits for the trainer, and for how long."""
         return views.queue(seen.snapshot)
 
-    @made.get("/v1/staleness", responses=answers, dependencies=may_read)
-    async def staleness(seen: Seen) -> views.StalenessAnswer:
+    @made.get("/v1/staleness", response_model=views.StalenessAnswer, responses=answers, dependencies=may_read)
+    async def staleness(seen: SeenInFull) -> Response:
         """Policy lag of what waits and of what was trained, publish lag by engine, and the ledger."""
-        return views.staleness(seen.snapshot)
+        return as_json(views.staleness(seen.snapshot))
 
     @made.get("/v1/engines", responses=answers, dependencies=may_read)
     async def engines(seen: Seen) -> views.EnginesAnswer:
@@ -81,18 +98,18 @@ def reads(may_read: Sequence[Any]) -> APIRouter:
         """What the run suffers from, the figures that say so, and what to change."""
         return views.diagnosis(seen.snapshot, seen.before, seen.records)
 
-    @made.get("/v1/overview", responses=answers, dependencies=may_read)
-    async def overview(seen: Seen) -> views.Overview:
+    @made.get("/v1/overview", response_model=views.Overview, responses=answers, dependencies=may_read)
+    async def overview(seen: Seen) -> Response:
         """All of the above from one snapshot, and the last steps: what the page shows."""
-        return overview_of(seen)
+        return as_json(overview_of(seen))
 
     @made.get("/v1/events", responses={**answers, **BAD}, dependencies=may_read)
-    async def events(seen: Seen, limit: Limit = 100) -> detail.EventsAnswer:
+    async def events(seen: SeenInFull, limit: Limit = 100) -> detail.EventsAnswer:
         """The newest events: attachments, versions, engines, dead letters, steering."""
         return detail.events(seen.snapshot, limit)
 
     @made.get("/v1/dead-letters", responses={**answers, **BAD}, dependencies=may_read)
-    async def dead_letters(seen: Seen, limit: Limit = 100) -> detail.DeadLettersAnswer:
+    async def dead_letters(seen: SeenInFull, limit: Limit = 100) -> detail.DeadLettersAnswer:
         """Prompts that were given up, newest first."""
         return detail.dead_letters(seen.snapshot, limit)
 

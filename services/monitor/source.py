@@ -1,7 +1,7 @@
 """Where the monitor's answers come from: snapshots of the broker, at most one in `fresh_s`, and the steps' records.
 
-Invariant: however many clients ask, Redis is asked at most once in `fresh_s` seconds and by one thread; an answer is
-never older than that, or there is none (BrokerError). What is kept is bounded.
+Invariant: however many clients ask, Redis is asked at most once in `fresh_s` seconds (for each of two kinds of looks)
+and by one thread; an answer is never older than that, or there is none (BrokerError). What is kept is bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from broker.types import Snapshot
-from services.monitor.detail import SHOWN
+from services.monitor.detail import FEW, SHOWN
 
 WINDOW_S = 60.0
 EARLIER_KEPT = 64
@@ -23,8 +23,8 @@ EARLIER_KEPT = 64
 class Watched(Protocol):
     """The broker as the monitor sees it. Both raise BrokerError if Redis does not answer."""
 
-    def snapshot(self, detail: int = 0) -> Snapshot:
-        """Everything at one instant; detail: that many events and dead letters, too."""
+    def snapshot(self, detail: int = 0, *, names: bool = False) -> Snapshot:
+        """Everything at one instant; see broker.queue.Broker."""
 
     def metrics_history(self, limit: int) -> list[dict[str, Any]]:
         """Records of the last steps, newest first."""
@@ -52,21 +52,22 @@ class Source:
     ) -> None:
         self._broker, self._fresh_s, self._limit, self._clock = broker, fresh_s, history_steps, clock
         self._lock = threading.Lock()
-        self._look: Look | None = None
-        self._at = 0.0
+        self._looks: dict[bool, tuple[float, Look]] = {}
+        self._last: Look | None = None
         self._earlier: deque[Snapshot] = deque(maxlen=EARLIER_KEPT)
 
-    def look(self) -> Look:
-        """The present state. Raises BrokerError."""
+    def look(self, full: bool = False) -> Look:
+        """The present state. full: all events and dead letters, and who caused which lag. Raises BrokerError."""
         with self._lock:
-            if self._look is None or self._clock() - self._at > self._fresh_s:
+            at, seen = self._looks.get(full, (0.0, None))
+            if seen is None or self._clock() - at > self._fresh_s:
                 began = self._clock()
-                self._look = self._read(self._look)
-                self._at = began
-            return self._look
+                seen = self._last = self._read(self._last, full)
+                self._looks[full] = (began, seen)
+            return seen
 
-    def _read(self, last: Look | None) -> Look:
-        snapshot = self._broker.snapshot(SHOWN)
+    def _read(self, last: Look | None, full: bool) -> Look:
+        snapshot = self._broker.snapshot(SHOWN if full else FEW, names=full)
         if last is None or (snapshot.step, snapshot.epoch) != (last.snapshot.step, last.snapshot.epoch):
             records = tuple(r for r in self._broker.metrics_history(self._limit) if _up_to(r, snapshot.step))
         else:

@@ -288,7 +288,6 @@ def history(records: Records) -> dict[str, list[float | None]]:
 
 
 RECENT_STEPS = 20
-EVENTS_ON_THE_PAGE = 12
 
 
 def diagnosis(s: Snapshot, before: Snapshot | None, records: Records) -> DiagnosisAnswer:
@@ -305,6 +304,6 @@ def overview(s: Snapshot, before: Snapshot | None, records: Records) -> Overview
         fleet=engines(s),
         trainer=trainer(s, records[:RECENT_STEPS]),
         diagnosis=diagnose(s, before, records[:RECENT_STEPS]),
-        events=detail.events(s, EVENTS_ON_THE_PAGE).events,
+        events=detail.events(s, detail.FEW).events,
         history=history(records),
     )

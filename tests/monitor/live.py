@@ -40,7 +40,7 @@ class Service:
         """Start, and wait until it answers."""
         command = [sys.executable, "-m", "services", self.name, "--config", str(self._file)]
         self._process = subprocess.Popen(command, env=self.environment, stdout=subprocess.DEVNULL)
-        wait_for(self._answers, 60)
+        wait_for(self._answers, 200)
 
     def _answers(self) -> bool:
         assert self._process is not None

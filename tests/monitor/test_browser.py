@@ -15,9 +15,9 @@ from tests.monitor.live import Service, chromium, monitor_of
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install -r requirements/dev.txt")
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements/dev.txt")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
-WAIT_MS = 60_000
+WAIT_MS = 120_000
 
 
 @pytest.fixture(scope="module")

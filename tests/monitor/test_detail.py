@@ -11,7 +11,7 @@ from tests.monitor.conftest import Run
 
 
 def test_staleness_is_told_by_task_engine_and_worker(run: Run):
-    answer = views.staleness(run.broker.snapshot(SHOWN))
+    answer = views.staleness(run.broker.snapshot(SHOWN, names=True))
     for by, name in ((answer.by_task, "max-digit"), (answer.by_engine, "engine-0"), (answer.by_worker, "worker-0")):
         assert list(by) == [name]
         assert [(b.lag, b.groups, b.tokens) for b in by[name].waiting.by_lag] == [(2, 20, 60)]
@@ -22,7 +22,7 @@ def test_staleness_is_told_by_task_engine_and_worker(run: Run):
 
 def test_what_a_restarted_trainer_takes_back_is_taken_back_by_name_too(run: Run):
     run.broker.attach_trainer(checkpoint_step=1, checkpoint_version=1)
-    seen = run.broker.snapshot(SHOWN)
+    seen = run.broker.snapshot(SHOWN, names=True)
     answer = views.staleness(seen)
     assert [(b.lag, b.groups) for b in answer.by_engine["engine-0"].trained.by_lag] == [(0, 16)]
     assert sum(b.groups for b in answer.by_engine["engine-0"].waiting.by_lag) == seen.groups.ready == 36
@@ -31,7 +31,7 @@ def test_what_a_restarted_trainer_takes_back_is_taken_back_by_name_too(run: Run)
 
 
 def test_time_in_queue_has_percentiles_of_what_waits_and_of_what_was_trained(run: Run):
-    seen = run.broker.snapshot(SHOWN)
+    seen = run.broker.snapshot(SHOWN, names=True)
     waiting = detail.waiting_seconds(seen)
     assert waiting is not None
     assert 0 <= waiting.p50 <= waiting.p95 <= waiting.max
@@ -46,7 +46,7 @@ def test_a_percentile_of_the_time_in_queue_is_the_one_of_the_groups_themselves(r
     now = run.broker.server_time_ms()
     for index, name in enumerate(client.zrange(waiting, 0, -1)):
         client.zadd(waiting, {name: now - 1000 * (index + 1)})  # 1 s to 20 s
-    found = detail.waiting_seconds(run.broker.snapshot(SHOWN))
+    found = detail.waiting_seconds(run.broker.snapshot(SHOWN, names=True))
     assert found is not None
     assert 0 <= found.p50 - 10 < 5
     assert 0 <= found.p95 - 19 < 5
@@ -55,20 +55,20 @@ def test_a_percentile_of_the_time_in_queue_is_the_one_of_the_groups_themselves(r
 
 
 def test_events_are_of_the_same_snapshot_and_newest_first(run: Run):
-    answer = detail.events(run.broker.snapshot(SHOWN))
+    answer = detail.events(run.broker.snapshot(SHOWN, names=True))
     assert [e.kind for e in answer.events[:2]] == ["engine", "engine"]
     assert answer.events[-1].kind == "attach"
     assert all(e.time_ms <= answer.time_ms for e in answer.events)
 
 
 def test_workers_are_shown_with_whether_they_live(run: Run):
-    answer = detail.workers(run.broker.snapshot(SHOWN))
+    answer = detail.workers(run.broker.snapshot(SHOWN, names=True))
     assert answer.alive == 1
     assert (answer.workers[0].worker, answer.workers[0].stats["groups"]) == ("worker-0", 53)
 
 
 def test_versions_are_shown_with_the_engines_that_serve_them_and_without_their_path(run: Run):
-    answer = detail.versions(run.broker.snapshot(SHOWN))
+    answer = detail.versions(run.broker.snapshot(SHOWN, names=True))
     assert [(v.version, v.engines) for v in answer.versions] == [(0, ["engine-0"])]
     assert "secret" not in answer.model_dump_json()
 
@@ -86,7 +86,7 @@ def test_a_worker_that_is_forgotten_leaves_its_sums_under_one_name(run: Run):
     client = run.broker._connection.client
     client.zadd(run.broker._keys.named("workers_seen"), {"worker-0": 1})
     run.broker.heartbeat_worker("worker-1", {})
-    by_worker = views.staleness(run.broker.snapshot(SHOWN)).by_worker
+    by_worker = views.staleness(run.broker.snapshot(SHOWN, names=True)).by_worker
     assert [(b.lag, b.groups, b.tokens) for b in by_worker["(forgotten)"].trained.by_lag] == [(0, 16, 48), (1, 16, 48)]
     assert by_worker["worker-0"].trained.by_lag == []
     assert [b.groups for b in by_worker["worker-0"].waiting.by_lag] == [20]

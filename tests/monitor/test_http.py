@@ -139,9 +139,9 @@ async def test_many_clients_cost_redis_one_snapshot(run: Run):
     asked = []
 
     class Counting:
-        def snapshot(self, detail=0):
+        def snapshot(self, detail=0, *, names=False):
             asked.append(1)
-            return run.broker.snapshot(detail)
+            return run.broker.snapshot(detail, names=names)
 
         def metrics_history(self, limit):
             return run.broker.metrics_history(limit)
