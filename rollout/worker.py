@@ -229,14 +229,11 @@ class Worker:
                 rollout.samples_per_prompt,
                 pool=self._pool,
                 engine_id=engine_id,
-                at_least=draw.at_least,
-                sampling=self._sampling,
-                tries=rollout.generation_tries,
+                template=draw,
                 context=self._context,
                 patience_s=patience_s,
                 step_s=rollout.reward_timeout_s,
                 codec=self._codec,
-                counters=self.counters,
             )
         await draw_group(draw, rollout.samples_per_prompt, self._pool, engine_id, patience_s)
         return await rewarded(

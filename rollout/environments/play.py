@@ -14,9 +14,8 @@ from dataclasses import replace
 import structlog
 
 from broker.types import Trajectory
-from rollout.client import InvalidAnswer, Sampling
+from rollout.client import InvalidAnswer
 from rollout.codec import Codec
-from rollout.counters import Counters
 from rollout.engines import EnginePool
 from rollout.environments.episode import Episode
 from rollout.environments.types import Environment, EnvironmentTask, Step
@@ -35,22 +34,23 @@ async def play_group(
     *,
     pool: EnginePool,
     engine_id: str,
-    at_least: int,
-    sampling: Sampling,
-    tries: int,
+    template: Draw,
     context: int,
     patience_s: float,
     step_s: float,
     codec: Codec,
-    counters: Counters,
 ) -> tuple[Trajectory, ...]:
-    """Up to `samples` episodes, at the same time. sampling.max_new_tokens: for all turns of an episode together.
+    """Up to `samples` episodes, at the same time.
 
+    template: how every turn is drawn; its max_new_tokens are for all turns of an episode together.
     step_s: longest time for one step of the environment. Raises NoEngine and Unanswerable, as draw_group.
     """
 
+    sampling, counters = template.sampling, template.counters
+
     async def turn(ids: tuple[int, ...], routes_start: int, oldest: int, limit: int) -> Draw:
-        draw = Draw(ids, replace(sampling, max_new_tokens=limit), tries, oldest, counters, routes_start=routes_start)
+        short = replace(sampling, max_new_tokens=limit)
+        draw = replace(template, prompt_ids=ids, sampling=short, at_least=oldest, routes_start=routes_start, slots=[])
         await draw_group(draw, 1, pool, engine_id, patience_s)
         return draw
 
@@ -65,7 +65,7 @@ async def play_group(
                 if limit < 1:
                     state = replace(state, finish="length")
                     break
-                oldest = state.versions[-1].version if state.versions else at_least
+                oldest = state.versions[-1].version if state.versions else template.at_least
                 drawn = await turn(asked.prompt_ids, asked.routes_start, oldest, limit)
                 if not drawn.samples:
                     raise InvalidAnswer(drawn.last_error or "no answer")
