@@ -57,6 +57,18 @@ def test_a_pull_waits_for_a_group_that_would_go_stale_by_it(run: Run, make_confi
     assert slow.group_id in [d.group_id for d in run.pull()]
 
 
+def test_a_later_deadline_is_waited_for_exactly_when_more_are_late_than_the_steps_until_then_take(run: Run) -> None:
+    run.broker.set_max_lag(2)
+    slow = [run.admit() for _ in range(3)]  # of version 0: to be trained by version 2
+    run.ready(2)
+    run.step(run.pull())
+    run.publish()
+    run.ready(2)
+    assert reason(run.broker.pull(run.epoch, run.version, 2)) == "straggler"  # 3 are late, the step at 2 takes 2
+    assert run.broker.submit(finished(slow[0], run.broker.run_id)) == "accepted"
+    assert slow[0].group_id in {d.group_id for d in run.pull()}
+
+
 def test_waiting_for_stragglers_is_bounded(run: Run, make_config: ConfigFactory) -> None:
     run.admit()
     run.ready(2)
