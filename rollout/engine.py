@@ -2,8 +2,9 @@
 
 Invariant: the engine is JOINING in the registry only after a probe showed that it gives log-probs, versions and routes;
 weight-sync alone makes it SERVING, once it has loaded and confirmed a published version. When the process ends it is
-GONE at once. Heartbeats never overwrite what weight-sync wrote: they are sent only while the record is JOINING. The
-server dies with this process; this process gives up after MAX_FAILURES starts in a row that came to nothing.
+GONE at once. Heartbeats change nothing that weight-sync wrote. An engine that was told to leave the fleet stays out of
+it until somebody lets it join again. The server dies with this process; this process gives up after MAX_FAILURES starts
+in a row that came to nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rollout.client import EngineBusy, EngineClient, EngineDropped, EngineError,
 from rollout.command import Launch, engine_launch, key_file_text
 from rollout.connect import connect_broker
 from rollout.diagnosis import Diagnosis, diagnose
-from rollout.ports import EngineRegistry
+from rollout.ports import LEFT, EngineRegistry
 from rollout.probe import probe
 from rollout.process import ServerProcess
 from rollout.threads import in_thread
@@ -118,6 +119,7 @@ class Supervisor:
     def __init__(self, plan: Plan, config: RunConfig, registry: EngineRegistry) -> None:
         self._plan, self._config, self._registry = plan, config, registry
         self._broker_s = 3 * config.redis.timeout_s
+        self._left = False  # somebody told the engine to leave the fleet
 
     async def run(self, stop: asyncio.Event) -> int:
         """0 when told to stop, 1 when the server cannot be kept alive."""
@@ -218,15 +220,19 @@ class Supervisor:
         plan = self._plan
         records = await self._ask(self._registry.engines)
         known = next((r for r in records if r.engine_id == plan.engine_id), None)
-        if not registered or known is None:
+        if known is not None and (registered or self._left):
+            self._left = known.state is EngineState.GONE and known.detail == LEFT
+        if (not registered and not self._left) or known is None:
             record = EngineRecord(plan.engine_id, plan.url, EngineState.JOINING, pid=pid)
             await self._ask(partial(self._registry.register_engine, record))
-        elif known.state is EngineState.JOINING:  # weight-sync does it from then on
-            await self._ask(partial(self._registry.update_engine, known, EngineState.JOINING))
+        else:
+            await self._ask(partial(self._registry.heartbeat_engine, plan.engine_id))
         return True
 
     async def _tell(self, state: EngineState, detail: str) -> None:
         """Write the engine's state into the registry, if Redis is there."""
+        if self._left:
+            return
         record = EngineRecord(self._plan.engine_id, self._plan.url, state, detail=detail[:300])
         try:
             await self._ask(partial(self._registry.update_engine, record, None))

@@ -2,16 +2,18 @@
 
 Invariant: only an engine that is routable (serving under a confirmed version) and new enough is chosen, and one that
 could not be reached is left alone for SUSPECT_S. `choose` is pure; `EnginePool` keeps one client for each engine of the
-registry and looks at the registry at most every REFRESH_S seconds.
+registry and looks at the registry when it was told that an engine changed, and otherwise every REFRESH_S seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from broker.changes import Changes
 from broker.types import EngineRecord
 from rollout.client import EngineClient, EngineError
 from rollout.ports import RolloutBroker
@@ -50,11 +52,15 @@ class EnginePool:
         self._suspect_until: dict[str, float] = {}
         self._seen = self._asked = float("-inf")
         self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._changes: Changes | None = None
 
     async def pick(self, *, at_least: int = 0, prefer: str | None = None) -> EngineRecord | None:
         """See `choose`. Raises what the broker raises, TimeoutError too."""
         async with self._lock:
-            if time.monotonic() - self._seen >= REFRESH_S:
+            self._listen()
+            if self._changed.is_set() or time.monotonic() - self._seen >= REFRESH_S:
+                self._changed.clear()
                 self._records = await in_thread(self._broker.engines, self._timeout_s)
                 self._seen = time.monotonic()
             if time.monotonic() - self._asked >= LOADS_EVERY_S and sum(r.routable for r in self._records) > 1:
@@ -63,6 +69,12 @@ class EnginePool:
         now = time.monotonic()
         trusted = [r for r in self._records if self._suspect_until.get(r.engine_id, 0.0) <= now]
         return choose(trusted, load, at_least=at_least, prefer=prefer)
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return when an engine changed since the last look, or after timeout_s seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     def client(self, record: EngineRecord) -> EngineClient:
         """The client of an engine."""
@@ -80,8 +92,15 @@ class EnginePool:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._changes is not None:
+            self._changes.close()
         for client in self._clients.values():
             await client.close()
+
+    def _listen(self) -> None:
+        if self._changes is None:
+            loop = asyncio.get_running_loop()
+            self._changes = self._broker.listen(lambda _message: loop.call_soon_threadsafe(self._changed.set))
 
     async def _ask_for_loads(self) -> None:
         """What other workers run on each engine: what the engine says less what we run there."""

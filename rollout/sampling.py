@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from broker.errors import BrokerError
 from broker.types import EngineRecord
@@ -52,13 +53,18 @@ class Slot:
 
 @dataclass(slots=True)
 class Draw:
-    """A group in the making. at_least: oldest version that counts. tokens_lost: sampled and thrown away."""
+    """A group in the making. at_least: oldest version that counts. tokens_lost: sampled and thrown away.
+
+    interrupted, max_versions: as rollout.interrupted and rollout.max_versions of the configuration say.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     tries: int
     at_least: int
     counters: Counters
+    interrupted: Literal["continue", "restart", "drop"] = "continue"
+    max_versions: int = 16
     slots: list[Slot] = field(default_factory=list)
     tokens_lost: int = 0
     last_error: str = ""
@@ -122,13 +128,18 @@ async def _wait_for_engine(draw: Draw, pool: EnginePool, engine_id: str, until: 
         if time.monotonic() > until:
             reason = draw.last_error or "none is routable"
             raise NoEngine(f"no engine answers at version {draw.oldest_allowed} or newer: {reason}")
-        await asyncio.sleep(0.1)
-        draw.counters.add("engine_wait_seconds", 0.1)
+        began = time.monotonic()
+        await pool.changed(0.1)
+        draw.counters.add("engine_wait_seconds", time.monotonic() - began)
 
 
 async def _round(draw: Draw, pool: EnginePool, engine: EngineRecord) -> bool:
     """One request for all fresh slots and one for each that goes on; False if the engine is out of reach."""
     client = pool.client(engine)
+    for slot in draw.open:
+        spans = slot.partial.versions if slot.partial else ()
+        if len(spans) >= draw.max_versions and engine.version > spans[-1].version:
+            _restart(draw, slot)
     fresh = [slot for slot in draw.open if slot.partial is None]
     begun = [slot for slot in draw.open if slot.partial is not None]
     batches = ([fresh] if fresh else []) + [[slot] for slot in begun]
@@ -185,15 +196,32 @@ def _settle(draw: Draw, slot: Slot, answer: Sample | InvalidAnswer) -> None:
         _lose(draw, len(answer.token_ids))
         _failed(draw, slot, error)
         return
+    if len(sample.versions) > draw.max_versions:  # the engine was updated while the request was on its way
+        slot.partial = sample
+        _restart(draw, slot)
+        return
     if is_complete(sample, draw.sampling):
         slot.done, slot.partial = sample, None
         return
     draw.counters.add("aborted_samples")
+    if draw.interrupted != "continue":
+        slot.failures = draw.tries if draw.interrupted == "drop" else slot.failures + 1
+        draw.last_error = "interrupted by an update"
+        slot.partial = sample
+        _restart(draw, slot)
+        return
     if not len(answer.token_ids):  # an abort without progress is a try, or constant aborts would never end
         slot.failures += 1
         draw.last_error = "aborted before its first token"
     if len(sample.token_ids):
         slot.partial = sample
+
+
+def _restart(draw: Draw, slot: Slot) -> None:
+    """Forget what a slot has so far; it is drawn from the start unless its tries are used up."""
+    _lose(draw, len(slot.partial.token_ids) if slot.partial else 0)
+    draw.counters.add("samples_given_up" if slot.failures >= draw.tries else "samples_restarted")
+    slot.partial = None
 
 
 def _failed(draw: Draw, slot: Slot, error: EngineError) -> None:

@@ -167,7 +167,7 @@ class Worker:
                 LOG.info("waiting for admission", reason=reason, detail=detail)
             last_reason = reason
             began = time.monotonic()
-            await asyncio.sleep(wait * random.uniform(0.8, 1.0))
+            await self._pool.changed(wait * random.uniform(0.8, 1.0))
             self.counters.add("admission_wait_seconds", time.monotonic() - began)
             self.counters.add(f"admission_wait_{reason}_seconds", time.monotonic() - began)
 
@@ -184,7 +184,15 @@ class Worker:
         draw: Draw | None = None
         try:
             prompt, prompt_ids = self._prompt(ticket.prompt_index)
-            draw = Draw(prompt_ids, self._sampling, rollout.generation_tries, ticket.engine_version, self.counters)
+            draw = Draw(
+                prompt_ids,
+                self._sampling,
+                rollout.generation_tries,
+                ticket.engine_version,
+                self.counters,
+                rollout.interrupted,
+                rollout.max_versions,
+            )
             trajectories = await self._trajectories(prompt, draw, engine.engine_id)
             if len(trajectories) < rollout.min_samples:
                 why = f"{len(trajectories)} of {rollout.samples_per_prompt} samples, {rollout.min_samples} needed"

@@ -49,7 +49,7 @@ def serving(broker: Broker, url: str, version: int, engine_id: str = ENGINE) -> 
     broker.register_engine(EngineRecord(engine_id, url, EngineState.SERVING, version))
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait for a condition that other tasks or threads bring about."""
     end = time.monotonic() + seconds
     while not condition():

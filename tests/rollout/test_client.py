@@ -166,7 +166,7 @@ async def test_failures_are_told_apart(
 ) -> None:
     engine.fail("/generate", kind, **options)
     with engine.serve() as url:
-        async with EngineClient(url, CHECKPOINT, api_key=None, timeout_s=0.5) as client:
+        async with EngineClient(url, CHECKPOINT, api_key=None, timeout_s=2.0) as client:
             with pytest.raises(error):
                 await client.generate([3], 1, SAMPLING)
 

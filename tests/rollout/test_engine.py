@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from broker.queue import Broker
-from broker.types import EngineState
+from broker.types import EngineRecord, EngineState
 from configs.load import ConfigError
 from configs.schema import EngineSection, RunConfig
 from rollout import engine as supervising
@@ -28,6 +28,7 @@ from rollout.checkpoint import read_checkpoint
 from rollout.command import Launch, engine_launch, key_file_text
 from rollout.diagnosis import diagnose
 from rollout.engine import Plan, Supervisor, main, make_plan
+from rollout.ports import LEFT
 from rollout.process import ServerProcess
 from tests.conftest import ConfigFactory
 from tests.rollout.helpers import CHECKPOINT, tiny_folder, until
@@ -299,6 +300,29 @@ async def test_heartbeats_leave_what_weight_sync_wrote_alone(
     assert (broker.engines()[0].version, broker.engines()[0].checksum) == (3, "sum")
     broker.remove_engine("engine-0")  # as after a loss of Redis' data
     await until(lambda: bool(broker.engines()))
+    assert broker.engines()[0].state is EngineState.JOINING
+    stop.set()
+    assert await asyncio.wait_for(life, 5) == 0
+
+
+async def test_an_engine_that_was_told_to_leave_stays_out_even_when_its_server_starts_again(
+    config: RunConfig, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(supervising, "BEAT_S", 0.02)
+    stop = asyncio.Event()
+    supervisor = Supervisor(fake_plan(config), config, broker)
+    life = asyncio.create_task(supervisor.run(stop))
+    await until(lambda: bool(broker.engines()))
+    first = broker.engines()[0]
+    assert broker.update_engine(replace(first, state=EngineState.GONE, detail=LEFT), None)
+    await until(lambda: supervisor._left)
+    before = broker.engines()[0].heartbeat_ms
+    os.kill(first.pid, signal.SIGKILL)
+    await until(lambda: broker.engines()[0].heartbeat_ms > before + 500)  # its next server lives
+    assert (broker.engines()[0].state, broker.engines()[0].detail) == (EngineState.GONE, LEFT)
+    broker.register_engine(EngineRecord(first.engine_id, first.url, EngineState.JOINING))  # it joins again
+    await until(lambda: not supervisor._left)
     assert broker.engines()[0].state is EngineState.JOINING
     stop.set()
     assert await asyncio.wait_for(life, 5) == 0
