@@ -18,6 +18,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.trainer_megatron import data
@@ -46,6 +47,13 @@ def batches(policy: PolicyModel, with_routes: bool = False, unpacked: bool = Fal
     return [data.micro_batch(group, with_routes, padding=i % 3) for i, group in enumerate(mine)]
 
 
+def main_group() -> dist.ProcessGroup:
+    """All ranks, for the thread that trains: the writers' group belongs to the one that writes."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def weight_tensors(policy: PolicyModel, of: Callable[[Tensor], Tensor]) -> Named:
     """`of` each parameter under Hugging Face names, whole, on every rank."""
     from trainer.megatron import weights  # noqa: PLC0415 - after compat.install
@@ -53,7 +61,7 @@ def weight_tensors(policy: PolicyModel, of: Callable[[Tensor], Tensor]) -> Named
     own: Named = {}
     for parameter, rule in weights.parameters(policy.parts.gpt, policy.shape):
         at = weights.shard_of(rule)
-        parts = weights.gather(of(parameter).detach().cpu(), at, rule.kind, policy.parallel.writers)
+        parts = weights.gather(of(parameter).detach().cpu(), at, rule.kind, main_group())
         if at.index:
             continue  # whoever holds the first part holds the whole now
         own |= {
@@ -61,7 +69,7 @@ def weight_tensors(policy: PolicyModel, of: Callable[[Tensor], Tensor]) -> Named
             for name, value in zip(rule.names, weights.split(rule, parts, policy.shape), strict=True)
         }
     out: Named = {}
-    for part in gather_bytes(safetensors.torch.save(own), policy.parallel.writers):
+    for part in gather_bytes(safetensors.torch.save(own), main_group()):
         out |= safetensors.torch.load(part)
     return out
 
@@ -76,7 +84,7 @@ def scores(policy: PolicyModel, with_routes: bool = False, unpacked: bool = Fals
             if i >= 0:
                 own |= {f"log_probs/{i}": got.log_probs[rows].clone(), f"entropy/{i}": got.entropy[rows].clone()}
     out: Named = {}
-    for part in gather_bytes(safetensors.torch.save(own), policy.parallel.writers):
+    for part in gather_bytes(safetensors.torch.save(own), main_group()):
         out |= safetensors.torch.load(part)
     return out
 
