@@ -100,7 +100,11 @@ class EnginePool:
     def _listen(self) -> None:
         if self._changes is None:
             loop = asyncio.get_running_loop()
-            self._changes = self._broker.listen(lambda _message: loop.call_soon_threadsafe(self._changed.set))
+
+            def heard(_message: str) -> None:
+                loop.call_soon_threadsafe(self._changed.set)
+
+            self._changes = self._broker.listen(heard)
 
     async def _ask_for_loads(self) -> None:
         """What other workers run on each engine: what the engine says less what we run there."""

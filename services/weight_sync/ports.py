@@ -24,8 +24,8 @@ class Registry(Protocol):
     def register_engine(self, record: EngineRecord) -> None:
         """Enter an engine, or start its record afresh."""
 
-    def update_engine(self, record: EngineRecord, expected_state: EngineState) -> bool:
-        """Replace an engine's record if its state is `expected_state`; False, and no change, if it is not."""
+    def update_engine(self, record: EngineRecord, expected_state: EngineState | None) -> bool:
+        """Replace an engine's record if its state is `expected_state` (None: any); False, and no change, if not."""
 
     def hold(self, role: str, holder: str, seconds: float) -> str:
         """Have a role of the run for `seconds` (0: give it up); whose it is now."""
