@@ -135,6 +135,8 @@ async def _http_error(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
     words = {404: "There is nothing at this address.", 405: "This address does not take that method."}
     detail: Any = error.detail
+    if error.status_code == 400 and not isinstance(detail, dict):  # the framework's word for a body that is no text
+        return error_answer(422, "invalid", "body: has to be JSON in UTF-8.")
     if not isinstance(detail, dict):
         reason = {404: "not-found", 405: "method"}.get(error.status_code, "refused")
         detail = {"reason": reason, "message": words.get(error.status_code, "The request was refused.")}

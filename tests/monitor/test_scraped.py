@@ -18,7 +18,7 @@ from tests.monitor.live import TOKEN, monitor_of
 from tests.weight_sync.live import free_port, wait_for
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_prometheus_scrapes_the_monitor_and_has_every_metric_that_has_a_value(run: Run, tmp_path: Path):
     binary = shutil.which("prometheus")

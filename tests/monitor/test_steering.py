@@ -170,3 +170,8 @@ async def test_an_order_that_is_not_one_is_refused_with_the_field(http, body):
 async def test_another_sites_page_cannot_steer(http):
     answer = await http.post("/v1/pause", headers={"sec-fetch-site": "cross-site"})
     assert (answer.status_code, await reason(answer)) == (403, "cross-site")
+
+
+async def test_a_body_that_is_no_text_is_refused_as_documented(http):
+    answer = await http.post("/v1/pause", content=b"\xff\xfe:F", headers={"content-type": "application/json"})
+    assert (answer.status_code, await reason(answer)) == (422, "invalid")
