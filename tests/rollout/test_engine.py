@@ -224,7 +224,10 @@ asyncio.run(go())
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize("victim", ["supervisor", "guard"])
@@ -232,20 +235,22 @@ def test_no_process_of_the_server_outlives_its_supervisor(tmp_path: Path, victim
     arguments = [sys.executable, "-c", SUPERVISOR, FAMILY, str(tmp_path / "log")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
-        grandchild = int(supervisor.stdout.readline())  # it has not asked to die with its parent
-        family = psutil.Process(supervisor.pid).children(recursive=True)
-        assert [process.pid for process in family][-1] == grandchild
-        if victim == "guard":  # then the server itself dies, and the supervisor's stop sees to the group
-            family = family[:2]
-            family[0].kill()
-        else:
-            supervisor.kill()
-        end = time.monotonic() + 5
-        while not all(gone(process.pid) for process in family):
-            assert time.monotonic() < end, "an orphan"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(family[0].pid, signal.SIGKILL)
-        supervisor.kill()
+        try:
+            grandchild = int(supervisor.stdout.readline())  # it has not asked to die with its parent
+            family = psutil.Process(supervisor.pid).children(recursive=True)
+            assert [process.pid for process in family][-1] == grandchild
+            if victim == "guard":  # then the server itself dies, and the supervisor's stop sees to the group
+                family = family[:2]
+                family[0].kill()
+            else:
+                supervisor.kill()
+            end = time.monotonic() + 5
+            while not all(gone(process.pid) for process in family):
+                assert time.monotonic() < end, "an orphan"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(family[0].pid, signal.SIGKILL)
+        finally:
+            supervisor.kill()  # whatever was found: its output would be waited for
 
 
 # --- the supervisor, with a fake server -------------------------------------------------------------------------------
