@@ -305,6 +305,8 @@ class Reconciler:
             self._staging_not_before = self.clock() + self.policy.back_off_s
             log.error("version cannot be staged", staging=published.version, problem=str(error))
             return
+        for member in self.members.values():
+            member.idle = False  # what was seen before this version is too old to let it begin: ask again
         self._staged, self.staging_problem = staged, ""
         self.totals.stagings += 1
         self.totals.staged_bytes += staged.bytes
