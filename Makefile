@@ -20,7 +20,7 @@ BIN := .venv/bin
 
 help:
 	@echo 'make run        set up and train configs/local.yaml (CONFIG=... for another, SET="--set lag.max=4")'
-	@echo 'make test       set up, lint, type check and run all tests (at most 20 minutes)'
+	@echo 'make test       set up, lint, type check and run all tests (about 20 minutes)'
 	@echo 'make test-fast  the tests that need neither SGLang nor Megatron-core (at most 2 minutes)'
 	@echo 'make test-docker the tiny system in a real Docker engine: kill, scale, resume (root, about half an hour)'
 	@echo 'make soak       the long variants: thousands of schedules, hundreds of kills'
@@ -67,7 +67,7 @@ python:
 # PyTorch goes first and alone: Megatron-core's metadata asks for Python 3.12 although its wheel for 3.11 works, and the
 # flag that overrides this must not reach the choice of any other package.
 $(VENV): requirements/base.txt requirements/trainer.txt requirements/tasks.txt requirements/dev.txt pyproject.toml | python
-	@echo 'Setting up .venv: Lagrange, PyTorch and Megatron-core (about a minute, 1.3 GB)'
+	@echo 'Setting up .venv: Lagrange, PyTorch and Megatron-core (two to three minutes, 1.3 GB)'
 	@began=$$SECONDS; rm -rf .venv && $(PYTHON) -m venv .venv && \
 	$(BIN)/python $(PIP) $(PIP_TORCH) torch==2.13.0 && \
 	$(BIN)/python $(PIP) --no-deps -r requirements/base.txt -r requirements/trainer.txt -r requirements/tasks.txt -r requirements/dev.txt && \
@@ -77,7 +77,7 @@ $(VENV): requirements/base.txt requirements/trainer.txt requirements/tasks.txt r
 
 # SGLang pins a CUDA build of PyTorch, so its dependencies are named by us and it is installed without them.
 $(ENGINE): requirements/sglang.txt $(wildcard rollout/sglang_cpu_plugin/pyproject.toml rollout/sglang_cpu_plugin/*/*.py) | python
-	@echo 'Setting up .venv-sglang: the SGLang engine and its CPU plugin (two to four minutes, 2.8 GB)'
+	@echo 'Setting up .venv-sglang: the SGLang engine and its CPU plugin (three to four minutes, 2.8 GB)'
 	@began=$$SECONDS; rm -rf .venv-sglang && $(PYTHON) -m venv .venv-sglang && \
 	.venv-sglang/bin/python $(PIP) $(PIP_TORCH) torch==2.13.0 && \
 	.venv-sglang/bin/python $(PIP) --no-deps -r requirements/sglang.txt && \

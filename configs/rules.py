@@ -1,0 +1,126 @@
+"""What the fields of a configuration must be to each other.
+
+Invariant: each rule is a pure function that returns None, or one sentence with the figures and the field to change; a
+`RunConfig` exists only if all of them return None.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
+
+
+def _interval_fits_the_bound(c: RunConfig) -> str | None:
+    need = c.weights.publish_interval - 1
+    if c.lag.max < need:
+        return (
+            f"lag.max is {c.lag.max} but weights.publish_interval is {c.weights.publish_interval}: the engines' "
+            f"weights are up to "
+            f"{need} versions old, so no group could be trained. Set weights.publish_interval: {c.lag.max + 1} or "
+            f"less, or lag.max to at least {need}."
+        )
+    return None
+
+
+def _adaptive_limits_fit(c: RunConfig) -> str | None:
+    adaptive, need = c.lag.adaptive, c.weights.publish_interval - 1
+    if adaptive is None:
+        return None
+    if adaptive.min < need:
+        return (
+            f"lag.adaptive.min is {adaptive.min} but weights.publish_interval is {c.weights.publish_interval}: below "
+            f"{need} no group could be trained. Set lag.adaptive.min to at least {need}."
+        )
+    if not adaptive.min <= c.lag.max <= adaptive.max:
+        return (
+            f"lag.max is {c.lag.max}, outside lag.adaptive.min to lag.adaptive.max ({adaptive.min} to "
+            f"{adaptive.max}). Set lag.max between the two."
+        )
+    return None
+
+
+def _data_ranks_share_the_batch(c: RunConfig) -> str | None:
+    samples = c.trainer.groups_per_step * c.rollout.samples_per_prompt
+    if samples % c.trainer.layout.data:
+        return (
+            f"trainer.groups_per_step x rollout.samples_per_prompt is {samples}, which trainer.layout.data = "
+            f"{c.trainer.layout.data} does not divide. "
+            "Change one of the three."
+        )
+    return None
+
+
+def _experts_fit_the_ranks(c: RunConfig) -> str | None:
+    layout = c.trainer.layout
+    expert_tensor = layout.expert_tensor or layout.tensor
+    plane = layout.data * layout.tensor
+    if plane % (layout.expert * expert_tensor):
+        return (
+            f"trainer.layout: expert x expert_tensor = {layout.expert * expert_tensor} must divide data x tensor = "
+            f"{plane}. "
+            "Lower trainer.layout.expert or raise trainer.layout.data."
+        )
+    return None
+
+
+def _tiny_model_fits_the_layout(c: RunConfig) -> str | None:
+    tiny, layout = c.model.tiny, c.trainer.layout
+    if tiny is None:
+        return None
+    for name, size, part, by in (
+        ("layers", tiny.layers, "pipeline", layout.pipeline),
+        ("key_value_heads", tiny.key_value_heads, "tensor", layout.tensor),
+        ("experts", tiny.experts, "expert", layout.expert),
+    ):
+        if size % by:
+            return (
+                f"model.tiny.{name} = {size} is not divisible by trainer.layout.{part} = {by}. Change one of the two."
+            )
+    if tiny.heads % tiny.key_value_heads:
+        return (
+            f"model.tiny.heads = {tiny.heads} is not divisible by model.tiny.key_value_heads = "
+            f"{tiny.key_value_heads}. Change one of the two."
+        )
+    if tiny.experts_per_token > tiny.experts:
+        return (
+            f"model.tiny.experts_per_token = {tiny.experts_per_token} is above model.tiny.experts = "
+            f"{tiny.experts}. Lower it."
+        )
+    if c.rollout.max_new_tokens >= tiny.context:
+        return (
+            f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in "
+            f"model.tiny.context = {tiny.context}. Lower it."
+        )
+    return None
+
+
+def _groups_can_be_complete(c: RunConfig) -> str | None:
+    if c.rollout.min_samples > c.rollout.samples_per_prompt:
+        return (
+            f"rollout.min_samples = {c.rollout.min_samples} is above rollout.samples_per_prompt = "
+            f"{c.rollout.samples_per_prompt}. Lower it."
+        )
+    return None
+
+
+def _straggler_wait_covers_a_lease(c: RunConfig) -> str | None:
+    if c.lag.straggler_wait_s < c.rollout.lease_s:
+        return (
+            f"lag.straggler_wait_s = {c.lag.straggler_wait_s} is shorter than rollout.lease_s = "
+            f"{c.rollout.lease_s}: the trainer would give up on "
+            "groups of a dead worker before they are issued again. Raise lag.straggler_wait_s or lower rollout.lease_s."
+        )
+    return None
+
+
+CROSS_FIELD_RULES = (
+    _interval_fits_the_bound,
+    _adaptive_limits_fit,
+    _data_ranks_share_the_batch,
+    _experts_fit_the_ranks,
+    _tiny_model_fits_the_layout,
+    _groups_can_be_complete,
+    _straggler_wait_covers_a_lease,
+)
