@@ -93,11 +93,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn. stop_ids: tokens that end one (they are part of it). max_new_tokens: at most so many."""
+    """How responses are drawn. stop_ids: tokens that end one (they are part of it). max_new_tokens: at most so many.
+
+    ignore_end: no token ends one, so that each has max_new_tokens (benchmarks, tests).
+    """
 
     temperature: float
     max_new_tokens: int
     stop_ids: tuple[int, ...] = ()
+    ignore_end: bool = False
 
 
 class EngineClient:
@@ -150,6 +154,7 @@ class EngineClient:
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": sampling.ignore_end,
             "n": n,
         }
         body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": parameters, "return_logprob": True}

@@ -73,7 +73,7 @@ async def test_an_aborted_sample_goes_on_under_other_weights_with_the_routes_of_
     other = tmp_path / "other"
     write_tiny_model(TinyModel(), 1, other)
     real_engine.load(real_engine.folder, 10)
-    sampling = Sampling(1.0, 480)
+    sampling = Sampling(1.0, 480, ignore_end=True)  # ends by the abort alone
     async with real_engine.client() as client:
         first = asyncio.create_task(client.generate(PROMPT, 2, sampling))
         while not await client.running():  # noqa: ASYNC110 (another process)
