@@ -20,8 +20,8 @@ RECONNECT_S = 0.5
 class Changes:
     """A daemon thread that calls `heard` with each message of a channel; `heard` must be quick and thread-safe.
 
-    Messages: "version N", "engine ID STATE VERSION", and "listening" once it hears (again), because something may have
-    been missed before.
+    Messages: "version N", "engine ID STATE VERSION", "staged ID VERSION", and "listening" once it hears (again),
+    because something may have been missed before.
     """
 
     def __init__(self, connection: Connection, channel: str, heard: Callable[[str], None]) -> None:

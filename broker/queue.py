@@ -336,9 +336,13 @@ class Broker:
         expected = expected_state.value if expected_state else ""
         return bool(self._call("engine", record.engine_id, view.engine_json(record), expected, "update")[0])
 
-    def heartbeat_engine(self, engine_id: str) -> bool:
-        """Stamp heartbeat_ms of a registered engine and change nothing else; False if it is not registered."""
-        return bool(self._call("engine", engine_id, "", "", "heartbeat")[0])
+    def heartbeat_engine(self, engine_id: str, staged: int = -1, staged_path: str = "") -> bool:
+        """Stamp heartbeat_ms of a registered engine; False if it is not registered.
+
+        staged, staged_path: the version that lies on its host, and where; -1 changes nothing.
+        """
+        told = msgspec.json.encode({"staged": staged, "staged_path": staged_path}).decode() if staged >= 0 else ""
+        return bool(self._call("engine", engine_id, told, "", "heartbeat")[0])
 
     def remove_engine(self, engine_id: str) -> None:
         """Forget an engine."""

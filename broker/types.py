@@ -256,8 +256,8 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """One engine in the registry. version: the last confirmed one, -1 if none. since_ms: server time of the last "
-    "change.
+    """One engine in the registry. version: the last confirmed one, -1 if none. since_ms: server time of the last
+    change. staged, staged_path: the version whose files its supervisor has on the engine's host, and where; -1: none.
     """
 
     engine_id: str
@@ -269,6 +269,8 @@ class EngineRecord:
     pid: int = 0
     since_ms: int = 0
     heartbeat_ms: int = 0
+    staged: int = -1
+    staged_path: str = ""
 
     @property
     def routable(self) -> bool:

@@ -392,6 +392,20 @@ class WeightsSection(Section):
 
     publish_interval: Positive = Field(1, description="Every how many optimizer steps the weights go to the engines.")
     keep: Positive = Field(3, description="Published versions kept on disk besides those in use.")
+    transport: Literal["disk", "delta", "distributed"] = Field(
+        "disk",
+        description="How weights travel: engines read the published files; or a copy on their own host, made from what "
+        "changed; or receive them in a broadcast (docs/weight-sync.md).",
+    )
+    local_folder: Path = Field(
+        Path("/dev/shm/lagrange"),
+        description="delta: folder on each engine's host for two versions of the weights, best in memory.",
+    )
+    local_wait_s: Seconds = Field(
+        60.0,
+        description="delta: longest wait for a host's copy, in seconds; then its engine reads the published files.",
+    )
+    bucket_mb: Positive = Field(512, description="distributed: weights in one broadcast, in MiB.")
     pause: Literal["drain", "abort"] = Field(
         "drain",
         description="Before an update, let running requests end, or abort them and let the workers continue them.",

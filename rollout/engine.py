@@ -34,6 +34,7 @@ from rollout.client import EngineBusy, EngineClient, EngineDropped, EngineError,
 from rollout.command import Launch, engine_launch, key_file_text
 from rollout.connect import connect_broker
 from rollout.diagnosis import Diagnosis, diagnose
+from rollout.local_copy import Keeper
 from rollout.ports import LEFT, EngineRegistry
 from rollout.probe import probe
 from rollout.process import ServerProcess
@@ -120,9 +121,22 @@ class Supervisor:
         self._plan, self._config, self._registry = plan, config, registry
         self._broker_s = 3 * config.redis.timeout_s
         self._left = False  # somebody told the engine to leave the fleet
+        weights = config.weights
+        root = weights.local_folder / config.run.id / plan.engine_id
+        self._copies = Keeper(plan.engine_id, root, registry) if weights.transport == "delta" else None
 
     async def run(self, stop: asyncio.Event) -> int:
         """0 when told to stop, 1 when the server cannot be kept alive."""
+        if self._copies is None:
+            return await self._keep_alive(stop)
+        copies = asyncio.create_task(self._copies.run())
+        try:
+            return await self._keep_alive(stop)
+        finally:
+            copies.cancel()
+            await asyncio.gather(copies, return_exceptions=True)
+
+    async def _keep_alive(self, stop: asyncio.Event) -> int:
         failures, pause = 0, FIRST_PAUSE_S
         while not stop.is_set():
             began = time.monotonic()
@@ -226,8 +240,12 @@ class Supervisor:
             record = EngineRecord(plan.engine_id, plan.url, EngineState.JOINING, pid=pid)
             await self._ask(partial(self._registry.register_engine, record))
         else:
-            await self._ask(partial(self._registry.heartbeat_engine, plan.engine_id))
+            await self._ask(partial(self._registry.heartbeat_engine, plan.engine_id, *self._local()))
         return True
+
+    def _local(self) -> tuple[int, str]:
+        copy = self._copies.latest if self._copies is not None else None
+        return (-1, "") if copy is None else (copy.version, str(copy.folder))
 
     async def _tell(self, state: EngineState, detail: str) -> None:
         """Write the engine's state into the registry, if Redis is there."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from broker.changes import Changes
-from broker.types import EngineRecord, EngineState, Group, Refused, Ticket
+from broker.types import EngineRecord, EngineState, Group, Refused, Ticket, VersionRecord
 
 LEFT = "left the fleet"  # detail of an engine that is gone because somebody asked for it; nobody drives it any more
 
@@ -55,8 +55,15 @@ class EngineRegistry(Protocol):
     def update_engine(self, record: EngineRecord, expected_state: EngineState | None = None) -> bool:
         """Change an engine's record if it is still in the expected state."""
 
-    def heartbeat_engine(self, engine_id: str) -> bool:
-        """Say that an engine's supervisor lives; False if the engine is not registered."""
+    def heartbeat_engine(self, engine_id: str, staged: int = -1, staged_path: str = "") -> bool:
+        """Say that an engine's supervisor lives, and which version lies on its host, and where (-1: none); False if the
+        engine is not registered."""
+
+    def published(self) -> VersionRecord | None:
+        """The newest published version."""
+
+    def listen(self, heard: Callable[[str], None]) -> Changes:
+        """Call `heard`, in another thread, when a version is published or an engine changes."""
 
     def remove_engine(self, engine_id: str) -> None:
         """Forget an engine."""

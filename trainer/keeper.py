@@ -58,6 +58,8 @@ class Keeper:
         folder = versions.folder_of(self._weights, version)
 
         def announce() -> None:
+            if self._config.weights.transport == "delta":
+                versions.write_delta(self._weights, version)
             record = VersionRecord(version, step, str(folder.absolute()), versions.checksum_of(folder))
             self._broker.publish(epoch, record)
             limits = self._config.weights

@@ -13,9 +13,13 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+import structlog
+
+from broker import delta
 from broker.types import EngineRecord, EngineState, VersionRecord
 from trainer.ports import TrainerBroker
 
+log = structlog.get_logger(__name__)
 BUSY = frozenset({EngineState.PAUSING, EngineState.UPDATING, EngineState.LOADING, EngineState.VERIFYING})
 
 _NAME = re.compile(r"^v(\d{6,})$")
@@ -56,6 +60,19 @@ def needed_by(engine: EngineRecord, published: Sequence[VersionRecord], update_m
     earliest = engine.since_ms - update_ms
     first = max((r.version for r in published if r.published_ms <= earliest), default=-1)
     return needed | {r.version for r in published if r.version >= first}
+
+
+def write_delta(root: Path, version: int) -> None:
+    """Write what changed since the version before, beside the files; whoever finds none takes the full files."""
+    before = max((v for v in versions_on_disk(root) if v < version), default=None)
+    if before is None:
+        return
+    try:
+        made = delta.write(folder_of(root, before), folder_of(root, version))
+    except (delta.CannotApply, OSError) as error:
+        log.warning("delta.failed", version=version, problem=str(error))
+        return
+    log.info("delta.written", version=version, base=before, changed=made.changed, words=made.words, bytes=made.bytes)
 
 
 def remove_leftover(folder: Path) -> None:
