@@ -1,6 +1,6 @@
 """The model's tokenizer, read from the checkpoint's tokenizer.json.
 
-Invariant: encoding adds no special tokens that the text does not name; decoding leaves special tokens out.
+Invariant: encoding adds no special tokens that the text does not name; decoding leaves them out unless asked for.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Codec(Protocol):
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids, without special tokens."""
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Text of token ids, without special tokens unless `special`."""
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Messages as the text that the model's chat template makes of them. Raises ChatError."""
@@ -52,6 +52,6 @@ class FileCodec:
         """Token ids of a text."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids, without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Text of token ids, without special tokens unless `special`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special)

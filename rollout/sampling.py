@@ -55,7 +55,8 @@ class Slot:
 class Draw:
     """A group in the making. at_least: oldest version that counts. tokens_lost: sampled and thrown away.
 
-    interrupted, max_versions: as rollout.interrupted and rollout.max_versions of the configuration say.
+    interrupted, max_versions: as rollout.interrupted and rollout.max_versions of the configuration say. interruptions:
+    samples that an update cut short and that may not go on.
     """
 
     prompt_ids: tuple[int, ...]
@@ -68,6 +69,7 @@ class Draw:
     slots: list[Slot] = field(default_factory=list)
     tokens_lost: int = 0
     last_error: str = ""
+    interruptions: int = 0
     routes_start: int = 0  # first position whose routes are wanted: a turn of an episode has those before it
 
     @property
@@ -206,6 +208,7 @@ def _settle(draw: Draw, slot: Slot, answer: Sample | InvalidAnswer) -> None:
     draw.counters.add("aborted_samples")
     if draw.interrupted != "continue":
         slot.failures = draw.tries if draw.interrupted == "drop" else slot.failures + 1
+        draw.interruptions += 1
         draw.last_error = "interrupted by an update"
         slot.partial = sample
         _restart(draw, slot)

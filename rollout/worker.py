@@ -27,6 +27,9 @@ from broker.types import EngineRecord, Group, InvalidTrajectory, Refused, Ticket
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
+from rollout.agents.endpoint import Endpoint
+from rollout.agents.play import play_agents
+from rollout.agents.types import AgentTask
 from rollout.checkpoint import Checkpoint, read_checkpoint
 from rollout.client import EngineClient, Sampling
 from rollout.codec import Codec, FileCodec
@@ -34,6 +37,7 @@ from rollout.connect import connect_broker
 from rollout.counters import Counters
 from rollout.engines import EnginePool
 from rollout.environments.play import play_group
+from rollout.environments.turns import Turns
 from rollout.environments.types import EnvironmentTask
 from rollout.ports import RolloutBroker
 from rollout.rewards import Judge, ThreadJudge, make_judge, rewarded
@@ -94,6 +98,7 @@ class Worker:
         self._broker_s = 3 * config.redis.timeout_s
         self._sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, checkpoint.stop_ids)
         self._pool = EnginePool(broker, connect, self._broker_s)
+        self._endpoint = Endpoint()
         self._held: dict[int, Held] = {}
         self._asking: asyncio.Task[Ticket | Refused] | None = None
         self._free = asyncio.Semaphore(config.rollout.concurrent_groups)
@@ -114,6 +119,7 @@ class Worker:
                 task.cancel()
             await asyncio.wait({work, told, heart}, timeout=1.0)
             await self._hand_back()
+            await self._endpoint.close()
             await self._judge.close()
             await self._pool.close()
 
@@ -227,22 +233,15 @@ class Worker:
             await self._fail(ticket, str(error), draw.tokens if draw else 0)
 
     async def _trajectories(self, prompt: Prompt, draw: Draw, engine_id: str) -> tuple[Trajectory, ...]:
-        """Samples with their rewards, of one turn each or of the task's environment."""
+        """Samples with their rewards: of one turn each, of the task's environment, or of its agent."""
         rollout, patience_s = self.config.rollout, self.config.lag.straggler_wait_s
+        samples, turns = rollout.samples_per_prompt, Turns(self._pool, engine_id, draw, self._context, patience_s)
+        if isinstance(self._task, AgentTask):
+            endpoint = self._endpoint
+            return await play_agents(self._task, prompt, samples, endpoint=endpoint, turns=turns, codec=self._codec)
         if isinstance(self._task, EnvironmentTask):
-            return await play_group(
-                self._task,
-                prompt,
-                draw.prompt_ids,
-                rollout.samples_per_prompt,
-                pool=self._pool,
-                engine_id=engine_id,
-                template=draw,
-                context=self._context,
-                patience_s=patience_s,
-                step_s=rollout.reward_timeout_s,
-                codec=self._codec,
-            )
+            ids, step_s = draw.prompt_ids, rollout.reward_timeout_s
+            return await play_group(self._task, prompt, ids, samples, turns=turns, step_s=step_s, codec=self._codec)
         await draw_group(draw, rollout.samples_per_prompt, self._pool, engine_id, patience_s)
         return await rewarded(
             self._judge,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -17,12 +18,12 @@ from rollout.rewards.programs import Limits, run_program
 from rollout.rewards.service import Service
 from rollout.tasks.answers import extract, math_verifier, same_choice, same_mathematics, same_text
 from rollout.tasks.source import BOXED, Source, SourceSettings
-from rollout.tasks.types import Prompt, Response
+from rollout.tasks.types import NoReward, Prompt, Response
 
 SHARED = frozenset(f.name for f in fields(SourceSettings))
 
 
-class DataSetTask:
+class DataSetTask(ABC):
     """What the tasks below share: prompts of a Source. parameters: SourceSettings and the task's own."""
 
     isolated = True
@@ -41,9 +42,9 @@ class DataSetTask:
         """See Source."""
         return self.source.prompt(index)
 
+    @abstractmethod
     def reward(self, prompt: Prompt, response: Response) -> float:
         """Each task has its own."""
-        raise NotImplementedError
 
 
 class Mathematics(DataSetTask):
@@ -172,7 +173,7 @@ class ServiceTask(DataSetTask):
 
     def reward(self, prompt: Prompt, response: Response) -> float:
         """Not used: the judge asks the service."""
-        raise NotImplementedError("the rewards of this task come from its service")
+        raise NoReward("the rewards of this task come from its service")
 
 
 def load_function(dotted: str) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ Invariant: messages are rendered by the model's own chat template, text and ids 
 from __future__ import annotations
 
 from configs.load import ConfigError
+from rollout.agents.types import AgentTask
 from rollout.codec import Codec
 from rollout.tasks.types import Prompt, Task
 
@@ -21,5 +22,7 @@ def try_prompt(task: Task, codec: Codec) -> None:
     """Make the first prompt, so that what is wrong with all of them is said at the start. Raises ConfigError."""
     try:
         encode_prompt(task.prompt(0), codec)
+        if isinstance(task, AgentTask):
+            codec.chat(({"role": "user", "content": "?"},))
     except Exception as error:  # a task's code may fail in any way
         raise ConfigError(f"task {task.name!r}: its first prompt cannot be made: {error}") from error

@@ -45,6 +45,7 @@ BUILT_IN: Mapping[str, Callable[..., Task]] = {
     "function-jsonl": _lazy(DATA_SET, "Function"),
     "code-jsonl": _lazy(DATA_SET, "Programs"),
     "service-jsonl": _lazy(DATA_SET, "ServiceTask"),
+    "agent-jsonl": _lazy("rollout.agents.task", "AgentRows"),
     "reasoning-gym": _lazy("rollout.tasks.reasoning", "ReasoningGym"),
     "guess-number": _lazy("rollout.environments.games", "GuessNumber"),
     "calculator": _lazy("rollout.environments.games", "Calculator"),

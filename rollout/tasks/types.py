@@ -40,13 +40,18 @@ class Response:
     finish: str
 
 
+class NoReward(TypeError):
+    """This task's rewards are no function of a response: its service, environment or agent gives them."""
+
+
 @runtime_checkable
 class Task(Protocol):
     """Where prompts come from and how responses are rewarded.
 
     A task may also have `isolated = True`: its rewards are then computed in processes of their own, which are killed
     when they take too long or too much memory (docs/rewards.md). And `environment`, for several turns
-    (rollout/environments), or `service`, if its rewards come from an HTTP service (rollout/rewards/service.py).
+    (rollout/environments), `run`, for an agent (rollout/agents), or `service`, if its rewards come from an HTTP service
+    (rollout/rewards/service.py).
     """
 
     @property

@@ -11,14 +11,15 @@ from types import ModuleType
 import pytest
 import yaml
 
+from rollout.agents import AgentTask
 from rollout.tasks import Response, make_task, registry
 from rollout.tasks.source import SourceSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-a-task.md").read_text(encoding="utf-8")
 
 
-def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def block(language: str, page: str = PAGE) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", page, re.DOTALL)
     assert found is not None
     return found.group(1)
 
@@ -38,6 +39,19 @@ def test_the_pages_example_is_a_task_found_by_its_entry_point(monkeypatch: pytes
     a, b = map(int, prompt.text[:-1].split("+"))
     assert task.reward(prompt, Response(str(a + b), (), "stop")) == 1.0
     assert task.reward(prompt, Response("x", (), "stop")) == 0.0
+
+
+async def test_the_page_on_agents_shows_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
+    module = ModuleType("my_package.agent")
+    monkeypatch.setitem(sys.modules, "my_package", ModuleType("my_package"))
+    monkeypatch.setitem(sys.modules, "my_package.agent", module)
+    exec(compile(block("python", page), "docs/agents.md", "exec"), module.__dict__)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    asked = yaml.safe_load(block("yaml", page))["task"]
+    task = make_task(asked["name"], 0, {**asked["parameters"], "path": str(tmp_path / "rows.jsonl")})
+    assert isinstance(task, AgentTask)
+    assert (task.agent_timeout_s, task.agent_calls) == (600, 32)
 
 
 def test_the_page_names_every_task_and_every_parameter_of_data_sets() -> None:
