@@ -49,7 +49,7 @@ def pack(commands: Sequence[Command]) -> list[Buffer]:
             small.clear()
 
     for command in commands:
-        if not any(isinstance(argument, Payload) for argument in command):
+        if Payload not in map(type, command):
             put(hiredis.pack_command(command))  # type: ignore[arg-type]  # its stub names one item
             continue
         put(b"*%d\r\n" % len(command))

@@ -6,7 +6,7 @@ in one slot of a cluster and its transitions can be scripts.
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from dataclasses import dataclass
 
 
@@ -40,4 +40,4 @@ class Keys:
 
     def staged(self, group_id: int) -> str:
         """A fresh key for bytes on their way in; it expires by itself if the submission never comes."""
-        return self.named(f"staged:{group_id}:{uuid.uuid4().hex[:12]}")
+        return self.named(f"staged:{group_id}:{secrets.token_hex(6)}")

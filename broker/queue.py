@@ -51,7 +51,7 @@ from broker.types import (
 )
 from configs.schema import RunConfig
 
-SCHEMA = "1"
+SCHEMA = "2"
 SubmitResult = Literal["accepted"]
 Command = Literal["lag", "pause", "resume", "drain", "checkpoint", "evaluate"]
 
@@ -283,8 +283,8 @@ class Broker:
         outcomes: Sequence[Outcome],
         lag_tokens: Mapping[int, int],
         metrics: Mapping[str, object],
-    ) -> PromptCursor:
-        """Record the optimizer step taken at `version`; returns the cursor to keep in the next checkpoint.
+    ) -> None:
+        """Record the optimizer step taken at `version`, and what to show of it.
 
         lag_tokens: lag -> tokens trained at it. Raises NotLeased or VersionMismatch, having changed nothing.
         """
@@ -295,7 +295,11 @@ class Broker:
         if answer[0] == "not-leased":
             raise NotLeased(int(answer[1]))
         self._tidy()
-        return PromptCursor(int(answer[1]), tuple(map(int, answer[2:])))
+
+    def prompt_cursor(self, epoch: int, step: int) -> PromptCursor:
+        """The trained frontier, to keep in the checkpoint of `step`, the one recorded last (else VersionMismatch)."""
+        answer = self._trainer("cursor", epoch, step, asked=step)
+        return PromptCursor(int(answer[1]), tuple(map(int, answer[2])))
 
     def commit(self, epoch: int, step: int) -> int:
         """The checkpoint of `step` is on disk: its groups are durable, their payloads go. Returns how many."""

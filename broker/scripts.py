@@ -1,8 +1,8 @@
 """Loads the Lua transitions of broker/lua.
 
 Invariant: the text of a script is fixed by the package's files: common.lua, then a function of fence.lua (transitions
-of the trainer) and the transition, then its sums are written. Scripts may run at the memory limit (they free memory or
-write a few bytes), `admit` may not.
+of the trainer) and the transition, then what it noted is written. Scripts may run at the memory limit (they free memory
+or write a few bytes), `admit` may not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "lua"
 STANDALONE = frozenset({"initialise"})
-FENCED = frozenset({"pull", "reject", "step", "commit", "name_version", "publish", "renew_trainer", "return_leased"})
-FLAGS = {"admit": "", "initialise": "", "snapshot": " flags=no-writes", "groups": " flags=no-writes"}
+FENCED = frozenset(
+    {"pull", "reject", "step", "cursor", "commit", "name_version", "publish", "renew_trainer", "return_leased"}
+)
+FLAGS = {"admit": "", "initialise": "", **dict.fromkeys(("snapshot", "groups", "cursor"), " flags=no-writes")}
 
 
 @cache

@@ -102,8 +102,8 @@ def detail(answer: Sequence[Any], policy: Mapping[str, str], now: int) -> Detail
 
 
 def group_record(item: Sequence[Any]) -> GroupRecord:
-    """item: a group's id, then its record as name, value pairs (lua/groups.lua)."""
-    r = pairs(item[1:])
+    """item: a group's id and its record as JSON (lua/groups.lua)."""
+    r: dict[str, Any] = msgspec.json.decode(item[1])
     return GroupRecord(
         group_id=int(item[0]),
         state=GroupState(r["state"]),

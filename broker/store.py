@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from broker import wire
 from broker.commands import Buffer, Command, Payload
 from broker.connection import Connection, OutOfMemory
@@ -132,10 +134,7 @@ class FolderPayloadStore:
 
     def fetch(self, group_ids: Sequence[int]) -> list[bytes | memoryview | None]:
         """See PayloadStore; the bytes are the file's pages, mapped."""
-        names = (
-            self._connection.commands([("HGET", self._keys.group(i), "blob") for i in group_ids]) if group_ids else []
-        )
-        return [None if name is None else self._map(name.decode()) for name in names]
+        return [None if name is None else self._map(name) for name in self._recorded(group_ids)]
 
     def collect(self) -> int:
         """See PayloadStore."""
@@ -151,13 +150,18 @@ class FolderPayloadStore:
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat().st_mtime < before:
                     old.append(entry.name)
-        known = (
-            self._connection.commands([("HGET", self._keys.group(_id_of(name)), "blob") for name in old]) if old else []
-        )
-        gone = [name for name, blob in zip(old, known, strict=True) if blob is None or blob.decode() != name]
+        known = self._recorded([_id_of(name) for name in old])
+        gone = [name for name, blob in zip(old, known, strict=True) if blob != name]
         for name in gone:
             (self.folder / name).unlink(missing_ok=True)
         return len(gone)
+
+    def _recorded(self, group_ids: Sequence[int | str]) -> list[str | None]:
+        """The file that each group's record names."""
+        if not group_ids:
+            return []
+        (found,) = self._connection.commands([("MGET", *map(self._keys.group, group_ids))])
+        return [None if record is None else msgspec.msgpack.decode(record).get("blob") for record in found]
 
     def _write(self, name: str, payload: Payload) -> None:
         aside = self.folder / f".{name}.{uuid.uuid4().hex[:8]}"

@@ -68,6 +68,8 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """Smallest version over the trainable tokens; None if no token is trainable."""
+        if len(self.versions) == 1:  # no slice: this is asked of every sample
+            return self.versions[0].version if self.loss_mask.any() else None
         oldest = [run.version for run in self.versions if self.loss_mask[run.start : run.start + run.length].any()]
         return min(oldest, default=None)
 
@@ -102,7 +104,7 @@ class Group:
     @property
     def response_tokens(self) -> int:
         """Trainable response tokens over all trajectories: the unit of the token ledger."""
-        return int(sum(int(t.loss_mask.sum()) for t in self.trajectories))
+        return sum(int(np.count_nonzero(t.loss_mask)) for t in self.trajectories)
 
     @property
     def oldest_version(self) -> int | None:

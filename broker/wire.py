@@ -11,6 +11,7 @@ the body, if the package `zstandard` is installed.
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any, Literal, cast
 
@@ -39,6 +40,7 @@ _DTYPES = {
     "u1": np.dtype("u1"),
     "u2": np.dtype("<u2"),
 }
+_NAMES = {native.newbyteorder("="): name for name, native in _DTYPES.items()}
 
 
 class ArrayInfo(msgspec.Struct, array_like=True, frozen=True):
@@ -89,8 +91,9 @@ def pieces(group: Group, codec: Codec = "raw") -> Payload:
 
     def place(array: npt.NDArray[Any]) -> ArrayInfo:
         nonlocal at
-        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        info = ArrayInfo(f"{little.dtype.kind}{little.dtype.itemsize}", little.shape, at)
+        name = _NAMES[array.dtype]
+        little = np.ascontiguousarray(array, _DTYPES[name])
+        info = ArrayInfo(name, little.shape, at)
         if little.nbytes:
             parts.append(little.data.cast("B"))
         padding = -little.nbytes % _ALIGN
@@ -184,7 +187,7 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
 
 def _assemble(info: GroupInfo, body: memoryview | bytes) -> Group:
     def array(a: ArrayInfo) -> npt.NDArray[Any]:
-        count = int(np.prod(a.shape, dtype=np.int64))
+        count = math.prod(a.shape)
         return np.frombuffer(body, _DTYPES[a.dtype], count, a.offset).reshape(a.shape) if count else _empty(a)
 
     return Group(

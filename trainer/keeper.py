@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from broker.types import VersionRecord
+from broker.types import PromptCursor, VersionRecord
 from configs.schema import RunConfig
 from trainer import versions
 from trainer.background import Background, Job
@@ -85,7 +85,8 @@ class Keeper:
         """Copy this step's state now; later it is saved, then committed: from there on its groups are durable."""
         p, gate = progress, progress.gate
         kept = [gate.quantile, gate.scale] if gate is not None and math.isfinite(gate.quantile) else None
-        state = SavedState(p.step, p.version, tuple(p.consumed), p.cursor, {"gate": kept, "began": p.began})
+        cursor = self._broker.prompt_cursor(p.epoch, p.step) if self._ranks.is_main else PromptCursor()
+        state = SavedState(p.step, p.version, tuple(p.consumed), cursor, {"gate": kept, "began": p.began})
         epoch = p.epoch
 
         def prepare() -> Job:

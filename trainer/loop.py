@@ -121,7 +121,7 @@ class Trainer:
         saved = self.checkpoints.load_newest()
         if saved is not None:
             p.step = p.checkpointed = saved.step
-            p.consumed, p.cursor = list(saved.consumed), saved.cursor
+            p.consumed = list(saved.consumed)
             if saved.extra.get("gate"):
                 p.gate = Gate(*saved.extra["gate"])
         p.began = float(saved.extra.get("began", self._wall())) if saved else self._wall()
@@ -362,7 +362,7 @@ class Trainer:
         if self.ranks.is_main:
             outcomes = [Outcome(d.group_id, f) for d, f in zip(choice.deliveries, filtered, strict=True)]
             shown = record | watch.seconds | self._speed(record, watch)
-            p.cursor = self.broker.step(p.epoch, p.version, outcomes, lags, shown)
+            self.broker.step(p.epoch, p.version, outcomes, lags, shown)
         p.consumed.extend(d.group_id for d in choice.deliveries)
         p.step, p.version = p.step + 1, p.version + 1
         bind_version(p.version)

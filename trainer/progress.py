@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from broker.types import PromptCursor
 from trainer.losses.sat import Gate
 from trainer.ports import Ranks
 
@@ -25,7 +24,6 @@ class Progress:
     published: int = -1
     checkpointed: int = 0
     consumed: list[int] = field(default_factory=list)
-    cursor: PromptCursor = field(default_factory=PromptCursor)
     gate: Gate | None = None
     began: float = 0.0
 

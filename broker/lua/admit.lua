@@ -39,7 +39,7 @@ local function limit()
   -- Memory: what is stored, and what the groups being generated will add. Payloads kept only for a rollback go first;
   -- their prompts are issued again if it comes to that. The first batch always passes: without it nothing frees memory.
   while stored_bytes() + mean * (generating + 1) > n('max_bytes') do
-    local id = redis.call('ZRANGE', k('retained'), 0, 0)[1]
+    local id = redis.call('ZPOPMIN', k('retained'))[1]
     if not id then
       if flying < B then break end
       return {'memory', int(stored_bytes() + mean * (generating + 1)) .. ' payload bytes stored or expected, limit ' ..
@@ -60,19 +60,19 @@ for _ = 1, tonumber(ARGV[3]) do
   -- Ids grow with the server's clock: none is used twice, even after Redis lost its last second or everything.
   local id = int(math.max(n('last_id') + 1, now_us))
   policy.last_id = id
-  local prompt, attempt = redis.call('ZPOPMIN', k('reissue'))[1], '0'
+  local prompt, attempt = redis.call('ZPOPMIN', k('reissue'))[1], 0
   if prompt then
-    attempt = redis.call('HGET', k('tries'), prompt) or '0'
+    attempt = tonumber(redis.call('HGET', k('tries'), prompt)) or 0
     redis.call('HDEL', k('tries'), prompt)
   else
     prompt = policy.next_prompt
     policy.next_prompt = int(n('next_prompt') + 1)
-    redis.call('ZADD', k('open'), prompt, prompt)
+    index('open', prompt, prompt)
   end
-  redis.call('HSET', k('group:' .. id), 'state', 'generating', 'prompt', prompt, 'attempt', attempt, 'worker', ARGV[1],
-    'engine', ARGV[2], 'version', e, 'issued', int(now))
-  redis.call('ZADD', k('generating'), deadline, id)
-  redis.call('ZADD', k('admitted'), e, id)
+  put(id, {state = 'generating', prompt = prompt, attempt = attempt, worker = ARGV[1], engine = ARGV[2], version = e,
+    issued = now})
+  index('generating', id, deadline)
+  index('admitted', id, e)
   tally('issued', 1, 0)
   tally('generating', 1, 0)
   flying, generating = flying + 1, generating + 1

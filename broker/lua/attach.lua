@@ -14,7 +14,9 @@ for i = 5, 4 + consumed do
   local rec = group(ARGV[i])
   if rec.state then make_durable(ARGV[i], rec) end
 end
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', k('trained'), '-inf', step)) do make_durable(id, group(id)) end
+flush()
+for _, id in ipairs(load(redis.call('ZRANGEBYSCORE', k('trained'), '-inf', step))) do make_durable(id, group(id)) end
+flush()
 for _, past in ipairs(redis.call('HKEYS', k('step_lags'))) do
   if tonumber(past) > step then
     for lag, entry in pairs(cjson.decode(redis.call('HGET', k('step_lags'), past))) do
@@ -24,23 +26,22 @@ for _, past in ipairs(redis.call('HKEYS', k('step_lags'))) do
 end
 redis.call('DEL', k('step_lags'))
 local returned, undone = 0, redis.call('ZRANGE', k('trained'), 0, -1)
-local leased = redis.call('ZRANGE', k('leased'), 0, -1)
-for index = 1, #undone + #leased do
-  local id = undone[index] or leased[index - #undone]
+for _, id in ipairs(redis.call('ZRANGE', k('leased'), 0, -1)) do undone[#undone + 1] = id end
+for _, id in ipairs(load(undone)) do
   local rec = group(id)
   if rec.state == 'trained' or rec.state == 'filtered' then
     add('ledger', 'wait_ms', -field(rec, 'wait'))
     add('ledger', 'waits', -1)
     waited(rec, -1)
     if rec.state == 'trained' then
-      attribute('trained', rec, int(field(rec, 'trained_at') - field(rec, 'oldest')), -1)
+      attribute('trained', rec, int(rec.trained_at - rec.oldest), -1)
     end
     count('groups_rolled_back')
   end
-  redis.call('ZADD', k('open'), rec.prompt, rec.prompt)
+  index('open', rec.prompt, rec.prompt)
   if field(rec, 'bytes') == 0 then
     close(id, rec, 'failed', 'rolled back, payload not retained', 'again')
-  elseif highest - field(rec, 'oldest') > n('max_lag') then
+  elseif highest - rec.oldest > n('max_lag') then
     close(id, rec, 'stale', 'stale after a rollback', 'again')
     count('stale_at_attach')
   else
@@ -53,6 +54,7 @@ end
 local next_index = tonumber(ARGV[4])
 if next_index < 0 and step == 0 then next_index = 0 end
 if next_index >= 0 then
+  flush()
   local function reopen(prompt)
     if not redis.call('ZSCORE', k('open'), prompt) and redis.call('HEXISTS', k('dead'), prompt) == 0 then
       reissue(prompt, 0)

@@ -5,7 +5,7 @@
 local step = tonumber(ARGV[2])
 if step > n('step') then return {'version', policy.step} end
 local ids = redis.call('ZRANGEBYSCORE', k('trained'), '-inf', step)
-for _, id in ipairs(ids) do make_durable(id, group(id)) end
+for _, id in ipairs(load(ids)) do make_durable(id, group(id)) end
 for _, past in ipairs(redis.call('HKEYS', k('step_lags'))) do
   if tonumber(past) <= step then redis.call('HDEL', k('step_lags'), past) end
 end

@@ -2,7 +2,10 @@
 -- the moves of the ledger; a transition is then a few lines.
 -- KEYS  1 policy (hash). Every other key of the run has the same prefix and the same hash tag:
 --   ledger (hash)            g_<state>, t_<state>: groups and tokens; g_durable, t_durable; bytes; ready_ms
---   group:<id> (hash)        one record for each group that is not closed; payload:<id> (string) its bytes
+--   group:<id> (string)      record of a group that is not closed, msgpack; payload:<id> (string) its bytes. A record
+--                            holds state, prompt, attempt, worker, engine, version, issued; from its submission on also
+--                            oldest, tokens, total, samples, bytes, sum, submitted, task and, for a file, blob; then
+--                            pulled, step, wait, trained_at
 --   generating (zset)        id by lease deadline, ms        admitted (zset)  id by the engine's version at admission
 --   ready (zset)             id by oldest version            waiting (zset)   id by submission time, ms
 --   leased (zset)            id by pull time, ms             trained (zset)   id by step; retained: those with a payload
@@ -29,14 +32,53 @@ local function n(name) return tonumber(policy[name]) or 0 end
 local TIME = redis.call('TIME')
 local now_us = tonumber(TIME[1]) * 1000000 + tonumber(TIME[2]) + n('clock_shift_ms') * 1000
 local now = math.floor(now_us / 1000)
-local CAP = 1000
+local CAP, CHUNK = 1000, 1000
+
+-- What a transition changes in records, indexes and sums it notes in here; `flush` writes all of it, at the end or before
+-- an index is read again. So a batch costs little more than one group.
+local records, changed, unlinked, indexes, sums, attributed = {}, {}, {}, {}, {}, {}
 
 local function set(name, value)
   policy[name] = value
   redis.call('HSET', KEYS[1], name, value)
 end
--- Sums are added up in here and written once at the end of the transition (flush): a batch costs little more than one.
-local sums = {}
+-- A command with all of a list as its last arguments, in as many calls as that takes.
+local function with_all(list, command, key)
+  for first = 1, #list, CHUNK do
+    local last = math.min(first + CHUNK - 1, #list)
+    if key then redis.call(command, key, unpack(list, first, last)) else redis.call(command, unpack(list, first, last)) end
+  end
+end
+-- Reads the records of ids in one go, for `group`.
+local function load(ids)
+  for first = 1, #ids, CHUNK do
+    local keys = {}
+    for i = first, math.min(first + CHUNK - 1, #ids) do keys[#keys + 1] = k('group:' .. ids[i]) end
+    for i, raw in ipairs(redis.call('MGET', unpack(keys))) do
+      local id = ids[first + i - 1]
+      if records[id] == nil then records[id] = raw and cmsgpack.unpack(raw) end
+    end
+  end
+  return ids
+end
+-- The record of a group, as this transition has changed it; {} if there is none.
+local function group(id)
+  if records[id] == nil then load({id}) end
+  return records[id] or {}
+end
+local function put(id, rec)
+  records[id], changed[id] = rec, true
+end
+local function field(rec, name) return rec[name] or 0 end
+-- A member of a sorted set gets a score, or leaves it (nil).
+local function index(name, member, score)
+  local of = indexes[name]
+  if not of then
+    of = {}
+    indexes[name] = of
+  end
+  of[member] = score or false
+end
 local function add(name, at, by)
   if by == 0 then return end
   local of = sums[name]
@@ -47,6 +89,13 @@ local function add(name, at, by)
   of[at] = (of[at] or 0) + by
 end
 local function flush()
+  for _, of in pairs(attributed) do
+    for dimension, name in pairs({task = of.task, engine = of.engine, worker = of.worker}) do
+      local where = ':' .. of.kind .. ':' .. dimension .. ':' .. of.at .. ':' .. name
+      add('by_hist', 'g' .. where, of.groups)
+      add('by_hist', 't' .. where, of.tokens)
+    end
+  end
   for name, of in pairs(sums) do
     local key = k(name)
     for at, by in pairs(of) do
@@ -58,6 +107,31 @@ local function flush()
       end
     end
   end
+  local written = {}
+  for id in pairs(changed) do
+    if records[id] then
+      written[#written + 1] = k('group:' .. id)
+      written[#written + 1] = cmsgpack.pack(records[id])
+    else
+      unlinked[#unlinked + 1] = k('group:' .. id)
+    end
+  end
+  with_all(written, 'MSET')
+  with_all(unlinked, 'UNLINK')
+  for name, of in pairs(indexes) do
+    local entering, leaving = {}, {}
+    for member, score in pairs(of) do
+      if score then
+        entering[#entering + 1] = score
+        entering[#entering + 1] = member
+      else
+        leaving[#leaving + 1] = member
+      end
+    end
+    with_all(entering, 'ZADD', k(name))
+    with_all(leaving, 'ZREM', k(name))
+  end
+  changed, unlinked, indexes, sums, attributed = {}, {}, {}, {}, {}
 end
 local function count(name, by) add('counters', name, tonumber(by or 1)) end
 local function stored_bytes()
@@ -82,15 +156,16 @@ local function histogram(name, at, groups, tokens)
   add(name, 'g:' .. at, groups)
   add(name, 't:' .. at, tokens)
 end
-local function group(id) return hash(k('group:' .. id)) end
-local function field(rec, name) return tonumber(rec[name]) or 0 end
 -- by_hist: what waits (by oldest version) or was trained (by lag), by task, engine and worker.
 local function attribute(kind, rec, at, sign)
-  for _, dimension in ipairs({'task', 'engine', 'worker'}) do
-    local where = ':' .. kind .. ':' .. dimension .. ':' .. at .. ':' .. (rec[dimension] or '')
-    add('by_hist', 'g' .. where, sign)
-    add('by_hist', 't' .. where, sign * field(rec, 'tokens'))
+  local who = table.concat({kind, at, rec.task or '', rec.engine, rec.worker}, '\0')
+  local of = attributed[who]
+  if not of then
+    of = {kind = kind, at = at, task = rec.task or '', engine = rec.engine, worker = rec.worker, groups = 0, tokens = 0}
+    attributed[who] = of
   end
+  of.groups = of.groups + sign
+  of.tokens = of.tokens + sign * field(rec, 'tokens')
 end
 local function waited(rec, by)
   add('wait_hist', 'g:' .. math.floor(8 * math.log(1 + field(rec, 'wait') / 1000) / math.log(2)), by)
@@ -101,41 +176,41 @@ local function leave(id, rec)
   local state, tokens = rec.state, field(rec, 'tokens')
   if state == 'generating' then
     tally(state, -1, 0)
-    redis.call('ZREM', k('generating'), id)
-    redis.call('ZREM', k('admitted'), id)
+    index('generating', id)
+    index('admitted', id)
     return
   end
   tally(state, -1, -tokens)
   if state == 'ready' then
-    redis.call('ZREM', k('ready'), id)
-    redis.call('ZREM', k('waiting'), id)
-    add('ledger', 'ready_ms', -field(rec, 'submitted'))
+    index('ready', id)
+    index('waiting', id)
+    add('ledger', 'ready_ms', -rec.submitted)
     histogram('ready_hist', rec.oldest, -1, -tokens)
     attribute('waiting', rec, rec.oldest, -1)
   elseif state == 'leased' then
-    redis.call('ZREM', k('leased'), id)
+    index('leased', id)
   else
-    redis.call('ZREM', k('trained'), id)
-    redis.call('ZREM', k('retained'), id)
+    index('trained', id)
+    index('retained', id)
   end
 end
--- A group with a submission enters ready, leased, trained or filtered. written: its record says so already.
-local function enter(id, rec, state, written)
+-- A group with a submission enters ready, leased, trained or filtered; its record is written with all its changes.
+local function enter(id, rec, state)
   local tokens = field(rec, 'tokens')
   rec.state = state
-  if not written then redis.call('HSET', k('group:' .. id), 'state', state) end
+  put(id, rec)
   tally(state, 1, tokens)
   if state == 'ready' then
-    redis.call('ZADD', k('ready'), rec.oldest, id)
-    redis.call('ZADD', k('waiting'), rec.submitted, id)
-    add('ledger', 'ready_ms', field(rec, 'submitted'))
+    index('ready', id, rec.oldest)
+    index('waiting', id, rec.submitted)
+    add('ledger', 'ready_ms', rec.submitted)
     histogram('ready_hist', rec.oldest, 1, tokens)
     attribute('waiting', rec, rec.oldest, 1)
   elseif state == 'leased' then
-    redis.call('ZADD', k('leased'), now, id)
+    index('leased', id, now)
   else
-    redis.call('ZADD', k('trained'), rec.step, id)
-    if field(rec, 'bytes') > 0 then redis.call('ZADD', k('retained'), rec.step, id) end
+    index('trained', id, rec.step)
+    if rec.bytes > 0 then index('retained', id, rec.step) end
   end
 end
 local function free_payload(id, rec)
@@ -143,23 +218,23 @@ local function free_payload(id, rec)
     if rec.blob then
       redis.call('RPUSH', k('freed'), rec.blob)
     else
-      redis.call('UNLINK', k('payload:' .. id))
+      unlinked[#unlinked + 1] = k('payload:' .. id)
     end
-    add('ledger', 'bytes', -field(rec, 'bytes'))
-    redis.call('ZREM', k('retained'), id)
-    redis.call('HSET', k('group:' .. id), 'bytes', '0')
-    rec.bytes = '0'
+    add('ledger', 'bytes', -rec.bytes)
+    index('retained', id)
+    rec.bytes = 0
+    put(id, rec)
   end
 end
 local function reissue(prompt, attempt)
-  redis.call('ZADD', k('reissue'), prompt, prompt)
-  redis.call('ZADD', k('open'), prompt, prompt)
+  index('reissue', prompt, prompt)
+  index('open', prompt, prompt)
   redis.call('HSET', k('tries'), prompt, attempt)
 end
 local function bury(id, rec, reason)
-  redis.call('ZREM', k('open'), rec.prompt)
+  index('open', rec.prompt)
   redis.call('HSET', k('dead'), rec.prompt, cjson.encode({group_id = id, prompt_index = tonumber(rec.prompt),
-    attempt = tonumber(rec.attempt), reason = reason, worker = rec.worker or '', time_ms = now}))
+    attempt = rec.attempt, reason = reason, worker = rec.worker, time_ms = now}))
   redis.call('ZADD', k('dead_order'), now, rec.prompt)
   count('dead_letters')
   event('dead-letter', 'prompt ' .. rec.prompt .. ', attempt ' .. rec.attempt .. ': ' .. reason)
@@ -174,12 +249,11 @@ local function close(id, rec, state, reason, mode)
   leave(id, rec)
   tally(state, 1, field(rec, 'tokens'))
   free_payload(id, rec)
-  redis.call('DEL', k('group:' .. id))
-  local attempt = field(rec, 'attempt')
+  put(id, false)
   if mode == 'again' then
-    reissue(rec.prompt, attempt)
-  elseif mode == 'try' and attempt < n('group_tries') then
-    reissue(rec.prompt, attempt + 1)
+    reissue(rec.prompt, rec.attempt)
+  elseif mode == 'try' and rec.attempt < n('group_tries') then
+    reissue(rec.prompt, rec.attempt + 1)
     count('prompts_reissued')
   else
     bury(id, rec, reason)
@@ -188,28 +262,24 @@ end
 -- A group's step is part of a durable checkpoint. It stays in the tally of trained or filtered; record and payload go.
 local function make_durable(id, rec)
   if rec.state == 'trained' or rec.state == 'filtered' then
-    redis.call('ZREM', k('trained'), id)
+    index('trained', id)
   else
     leave(id, rec)
     tally('trained', 1, field(rec, 'tokens'))
-    redis.call('ZREM', k('open'), rec.prompt)
+    index('open', rec.prompt)
   end
   tally('durable', 1, field(rec, 'tokens'))
   free_payload(id, rec)
-  redis.call('DEL', k('group:' .. id))
+  put(id, false)
 end
 local function reap()
   local ids = redis.call('ZRANGEBYSCORE', k('generating'), '-inf', int(now), 'LIMIT', 0, 100)
-  for _, id in ipairs(ids) do
+  for _, id in ipairs(load(ids)) do
     close(id, group(id), 'failed', 'lease expired', 'try')
     count('leases_expired')
   end
+  if #ids > 0 then flush() end
 end
 local function in_flight()
   return redis.call('ZCARD', k('generating')) + redis.call('ZCARD', k('ready')) + redis.call('ZCARD', k('leased'))
-end
-local function cursor(first)
-  local out = {first, policy.next_prompt}
-  for _, prompt in ipairs(redis.call('ZRANGE', k('open'), 0, -1)) do out[#out + 1] = prompt end
-  return out
 end

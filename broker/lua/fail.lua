@@ -5,13 +5,13 @@
 -- returns {1} if the worker held the group, else {0}
 local rec = group(ARGV[1])
 if rec.state ~= 'generating' or rec.worker ~= ARGV[2] then return {0} end
-rec.tokens = ARGV[4]
-tally('issued', 0, tonumber(ARGV[4]))
+rec.tokens = tonumber(ARGV[4])
+tally('issued', 0, rec.tokens)
 if ARGV[5] == 'drop' then
   leave(ARGV[1], rec)
-  tally('filtered', 1, tonumber(ARGV[4]))
-  redis.call('DEL', k('group:' .. ARGV[1]))
-  redis.call('ZREM', k('open'), rec.prompt)
+  tally('filtered', 1, rec.tokens)
+  put(ARGV[1], false)
+  index('open', rec.prompt)
   count('groups_filtered_by_workers')
   return {1}
 end

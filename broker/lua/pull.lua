@@ -11,15 +11,16 @@ local function delivery(id, r)
   return {id, r.prompt, r.attempt, r.oldest, r.samples, r.tokens, r.total, r.bytes, r.submitted}
 end
 if policy.pull_nonce == ARGV[4] then
-  for _, id in ipairs(cjson.decode(policy.pull_ids)) do out[#out + 1] = delivery(id, group(id)) end
+  for _, id in ipairs(load(cjson.decode(policy.pull_ids))) do out[#out + 1] = delivery(id, group(id)) end
   return out
 end
 reap()
 local past = redis.call('ZRANGEBYSCORE', k('ready'), '-inf', version - max_lag - 1)
-for _, id in ipairs(past) do
+for _, id in ipairs(load(past)) do
   close(id, group(id), 'stale', 'stale in the queue', 'try')
   count('stale_at_pull')
 end
+if #past > 0 then flush() end
 local ready = redis.call('ZCARD', k('ready'))
 if ready < groups then
   count('pulls_starved')
@@ -44,11 +45,11 @@ if waits_for then
 end
 redis.call('HDEL', KEYS[1], 'straggler_since')
 local ids = redis.call('ZRANGE', k('ready'), 0, groups - 1)
-for _, id in ipairs(ids) do
+for _, id in ipairs(load(ids)) do
   local rec = group(id)
   leave(id, rec)
-  redis.call('HSET', k('group:' .. id), 'state', 'leased', 'pulled', int(now))
-  enter(id, rec, 'leased', true)
+  rec.pulled = now
+  enter(id, rec, 'leased')
   out[#out + 1] = delivery(id, rec)
 end
 redis.call('HSET', KEYS[1], 'pull_nonce', ARGV[4], 'pull_ids', cjson.encode(ids), 'pull_max_lag', max_lag)

@@ -3,7 +3,7 @@
 -- ARGV  1 epoch
 -- returns {"returned", groups} | {"fenced", holder}
 local ids = redis.call('ZRANGE', k('leased'), 0, -1)
-for _, id in ipairs(ids) do
+for _, id in ipairs(load(ids)) do
   local rec = group(id)
   leave(id, rec)
   enter(id, rec, 'ready')

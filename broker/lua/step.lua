@@ -4,35 +4,34 @@
 --       wait_hist, step_lags, metrics
 -- ARGV  1 epoch  2 version  3 metrics (JSON)  4 number of outcomes  then (group id, filtered 0|1) pairs
 --       then (lag, tokens) pairs: trained tokens by lag
--- returns {"cursor", next index, open prompts...} | {"version", recorded} | {"not-leased", group id} | {"fenced", holder}
+-- returns {"stepped"} | {"version", recorded} | {"not-leased", group id} | {"fenced", holder}
 local version = n('version')
-if policy.stepped == ARGV[2] and tonumber(ARGV[2]) + 1 == version then return cursor('cursor') end
+if policy.stepped == ARGV[2] and tonumber(ARGV[2]) + 1 == version then return {'stepped'} end
 if tonumber(ARGV[2]) ~= version then return {'version', int(version)} end
 local outcomes = tonumber(ARGV[4])
 local bound = math.max(n('max_lag'), n('pull_max_lag'))
-local records = {}
+local leased, named = load(redis.call('ZRANGE', k('leased'), 0, -1)), {}
 for i = 5, 3 + 2 * outcomes, 2 do
   local rec = group(ARGV[i])
-  if rec.state ~= 'leased' or records[ARGV[i]] or version - field(rec, 'oldest') > bound then
+  if rec.state ~= 'leased' or named[ARGV[i]] or version - rec.oldest > bound then
     return {'not-leased', ARGV[i]}
   end
-  records[ARGV[i]] = rec
+  named[ARGV[i]] = true
 end
 local step, lags = n('step') + 1, {}
 for i = 5, 3 + 2 * outcomes, 2 do
-  local id, rec, filtered = ARGV[i], records[ARGV[i]], ARGV[i + 1] == '1'
+  local id, filtered = ARGV[i], ARGV[i + 1] == '1'
+  local rec = group(id)
   leave(id, rec)
-  rec.step, rec.wait = int(step), int(math.max(0, field(rec, 'pulled') - field(rec, 'submitted')))
-  local state = filtered and 'filtered' or 'trained'
-  redis.call('HSET', k('group:' .. id), 'state', state, 'step', rec.step, 'wait', rec.wait, 'trained_at', int(version))
-  add('ledger', 'wait_ms', field(rec, 'wait'))
+  rec.step, rec.wait, rec.trained_at = step, math.max(0, rec.pulled - rec.submitted), version
+  add('ledger', 'wait_ms', rec.wait)
   add('ledger', 'waits', 1)
   waited(rec, 1)
   if policy.retention == 'prompt' then free_payload(id, rec) end
-  enter(id, rec, state, true)
-  redis.call('ZREM', k('open'), rec.prompt)
+  enter(id, rec, filtered and 'filtered' or 'trained')
+  index('open', rec.prompt)
   if not filtered then
-    local lag = int(version - field(rec, 'oldest'))
+    local lag = int(version - rec.oldest)
     lags[lag] = lags[lag] or {0, 0}
     lags[lag][1] = lags[lag][1] + 1
     attribute('trained', rec, lag, 1)
@@ -44,17 +43,16 @@ for i = 5 + 2 * outcomes, #ARGV, 2 do
 end
 for lag, entry in pairs(lags) do histogram('lag_hist', lag, entry[1], entry[2]) end
 if next(lags) then redis.call('HSET', k('step_lags'), int(step), cjson.encode(lags)) end
-for _, id in ipairs(redis.call('ZRANGE', k('leased'), 0, -1)) do
+for _, id in ipairs(leased) do
   local rec = group(id)
-  leave(id, rec)
-  enter(id, rec, 'ready')
+  if rec.state == 'leased' then
+    leave(id, rec)
+    enter(id, rec, 'ready')
+  end
 end
-set('step', int(step))
-set('version', int(version + 1))
-set('highest', int(math.max(n('highest'), version + 1)))
-set('stepped', ARGV[2])
-set('metrics', ARGV[3])
-capped('metrics', ARGV[3])
-set('trainer_deadline', int(now + n('trainer_lease_ms')))
+redis.call('HSET', KEYS[1], 'step', int(step), 'version', int(version + 1), 'highest',
+  int(math.max(n('highest'), version + 1)), 'stepped', ARGV[2], 'metrics', ARGV[3], 'trainer_deadline',
+  int(now + n('trainer_lease_ms')))
 redis.call('HDEL', KEYS[1], 'straggler_since', 'pull_nonce')
-return cursor('cursor')
+capped('metrics', ARGV[3])
+return {'stepped'}

@@ -87,12 +87,13 @@ class Trainer:
             lags[lag] = lags.get(lag, 0) + group.response_tokens
             self.history.append([group.group_id, group.prompt_index, lag])
             self.consumed.append(group.group_id)
-        self.cursor = self.broker.step(self.epoch, self.version, [Outcome(d.group_id) for d in batch], lags, {})
+        self.broker.step(self.epoch, self.version, [Outcome(d.group_id) for d in batch], lags, {})
         self.step, self.version = self.step + 1, self.version + 1
         self.publish()
 
     def save(self) -> None:
         """A durable checkpoint, then the commit."""
+        self.cursor = self.broker.prompt_cursor(self.epoch, self.step)
         state = {
             "step": self.step,
             "version": self.version,

@@ -15,7 +15,6 @@ from broker.types import (
     EngineState,
     Group,
     Outcome,
-    PromptCursor,
     Refused,
     Ticket,
     Trajectory,
@@ -104,15 +103,14 @@ class Run:
         assert not isinstance(answer, Refused), answer
         return answer
 
-    def step(self, batch: Sequence[Delivery]) -> PromptCursor:
+    def step(self, batch: Sequence[Delivery]) -> None:
         """Train a batch."""
         lags: dict[int, int] = {}
         for d in batch:
             lag = self.version - d.oldest_version
             lags[lag] = lags.get(lag, 0) + d.response_tokens
-        cursor = self.broker.step(self.epoch, self.version, [Outcome(d.group_id) for d in batch], lags, {"loss": 0.5})
+        self.broker.step(self.epoch, self.version, [Outcome(d.group_id) for d in batch], lags, {"loss": 0.5})
         self.version += 1
-        return cursor
 
     def train(self, groups: int = 2) -> tuple[Delivery, ...]:
         """Generate, pull, step and publish one batch."""

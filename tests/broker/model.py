@@ -270,7 +270,7 @@ class Model:
         self.pull_bound = self.max_lag
         return batch
 
-    def step(self, outcomes: Sequence[tuple[int, bool]]) -> PromptCursor:
+    def step(self, outcomes: Sequence[tuple[int, bool]]) -> None:
         lags: dict[int, tuple[int, int]] = {}
         self.step_number += 1
         for i, filtered in outcomes:
@@ -291,7 +291,6 @@ class Model:
         self.version += 1
         self.highest = max(self.highest, self.version)
         self.straggler_since = None
-        return self.cursor()
 
     def return_leased(self) -> int:
         leased = self.of("leased")

@@ -132,10 +132,10 @@ class Protocol(Compared):
             if not skip:
                 lags[version - g.oldest] += g.tokens
         self.leased = []
-        expected = self.model.step(outcomes)
+        self.model.step(outcomes)
         said = [Outcome(i, skip) for i, skip in outcomes]
-        assert self.broker.step(self.epoch, version, said, lags, {"n": version}) == expected
-        assert self.broker.step(self.epoch, version, said, lags, {"n": version}) == expected
+        for _ in range(2):  # a repeated step changes nothing
+            self.broker.step(self.epoch, version, said, lags, {"n": version})
 
     @precondition(lambda self: self.leased)
     @rule()
@@ -154,7 +154,9 @@ class Protocol(Compared):
     @rule()
     def save(self) -> None:
         m = self.model
-        saved = Checkpoint(m.step_number, m.version, tuple(self.consumed), m.cursor(), tuple(self.history))
+        cursor = self.broker.prompt_cursor(self.epoch, m.step_number)
+        assert cursor == m.cursor()
+        saved = Checkpoint(m.step_number, m.version, tuple(self.consumed), cursor, tuple(self.history))
         self.checkpoints = [*self.checkpoints, saved][-3:]
 
     @rule()
