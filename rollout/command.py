@@ -58,7 +58,7 @@ def engine_launch(
         argv += ["--enable-return-routed-experts"]
     if key_file is not None:
         argv += ["--config", str(key_file)]
-    return Launch((*argv, *engine.extra_arguments), _environment(engine, environment, index))
+    return Launch((*argv, *engine.extra_arguments), engine_environment(engine, environment, index))
 
 
 def key_file_text(key: str) -> str:
@@ -66,7 +66,8 @@ def key_file_text(key: str) -> str:
     return f"api-key: {json.dumps(key)}\n"
 
 
-def _environment(engine: EngineSection, ours: Mapping[str, str], index: int) -> dict[str, str]:
+def engine_environment(engine: EngineSection, ours: Mapping[str, str], index: int = 0) -> dict[str, str]:
+    """What a process that runs in SGLang's environment needs of our own variables, and what we set for it."""
     kept = {k: v for k, v in ours.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
     # One thread: two OpenMP threads on busy cores make a token 5 to 10 times slower. Offline: the checkpoint is local.
     kept |= {"OMP_NUM_THREADS": ours.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -113,8 +113,13 @@ class EngineClient:
                 return Done(running.value == 0)
             await asyncio.sleep(self._timeouts.poll)
 
-    async def pause(self) -> Done[None] | Lost:
-        """Abort what runs (its partial answers go back to the workers) and hold new requests back."""
+    async def pause(self, *, drain: bool = False) -> Done[None] | Lost:
+        """Abort what runs (its partial answers go back to the workers) and hold new requests back.
+
+        drain: first let running requests end, for the drain time at most.
+        """
+        if drain:
+            await self.drain(self._timeouts.drain)
         return _acknowledged(await self._json("POST", "/pause_generation", self._timeouts.pause, {"mode": "abort"}))
 
     async def resume(self, tries: int = 3) -> Done[None] | Lost:
@@ -136,7 +141,7 @@ class EngineClient:
             return ready
         return Lost("still paused after it was continued") if ready.value[0] == 503 else Done(None)
 
-    async def load(self, folder: Path, name: str, *, drain: bool) -> Done[None] | Lost:
+    async def load(self, folder: Path | str, name: str, *, drain: bool) -> Done[None] | Lost:
         """Load the weights of `folder` (absolute, as the engine sees it), flush the cache, and call them `name`.
 
         drain: the engine is not paused. It then holds new requests back, waits until the running ones have ended, and
@@ -154,11 +159,35 @@ class EngineClient:
             answer = await asked
         finally:
             asked.cancel()
-        if isinstance(answer, Lost):
-            return answer
-        if answer.value.get("success") is not True:
-            return Lost(f"the load answered success: {answer.value.get('success')!r}")
-        return Done(None)
+        return _succeeded(answer)
+
+    async def join_group(self, group: str, address: str, port: int, world: int, backend: str) -> Done[None] | Lost:
+        """Let all its ranks join a process group as ranks 1, 2, ...; rank 0 waits for them at address:port."""
+        body: dict[str, Any] = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world}
+        body |= {"group_name": group, "backend": backend}
+        return _succeeded(await self._json("POST", "/init_weights_update_group", self._timeouts.load, body))
+
+    async def leave_group(self, group: str) -> Done[None] | Lost:
+        """Let it leave a group; Lost if it is in none of that name."""
+        body = {"group_name": group}
+        return _succeeded(await self._json("POST", "/destroy_weights_update_group", self._timeouts.probe, body))
+
+    async def begin_update(self) -> Done[None] | Lost:
+        """Open an update session: only inside one it receives weights."""
+        return _succeeded(await self._json("POST", "/begin_weight_update", self._timeouts.load, {}))
+
+    async def end_update(self) -> Done[None] | Lost:
+        """Close the session; Lost, and harmless, if none is open."""
+        return _succeeded(await self._json("POST", "/end_weight_update", self._timeouts.load, {}))
+
+    async def receive(
+        self, group: str, tensors: Sequence[tuple[str, str, tuple[int, ...]]], name: str, *, flush: bool
+    ) -> Done[None] | Lost:
+        """Receive one flat buffer from rank 0 of a group: tensors, by name, dtype and shape, in this order."""
+        names, dtypes, shapes = zip(*tensors, strict=True)
+        body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": shapes, "load_format": "flattened_bucket"}
+        body |= {"group_name": group, "weight_version": name, "flush_cache": flush, "abort_all_requests": False}
+        return _succeeded(await self._json("POST", "/update_weights_from_distributed", self._timeouts.load, body))
 
     async def rename(self, name: str) -> Done[None] | Lost:
         """Call the weights `name` from now on; running requests go on, each token carries the name of its moment."""
@@ -221,6 +250,13 @@ class EngineClient:
             return Lost(f"{path}: no answer within {limit_s:g} s")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             return Lost(f"{path}: {type(error).__name__}")
+
+
+def _succeeded(answer: Done[dict[str, Any]] | Lost) -> Done[None] | Lost:
+    if isinstance(answer, Lost):
+        return answer
+    said = answer.value.get("success")
+    return Done(None) if said is True else Lost(f"answered success: {said!r}")
 
 
 def _acknowledged(answer: Done[dict[str, Any]] | Lost) -> Done[None] | Lost:

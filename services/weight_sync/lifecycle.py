@@ -6,6 +6,7 @@ Invariants (held for every order of events by tests/weight_sync/test_lifecycle.p
   follows.
 - `maybe_paused` is set before a pause is sent and cleared only by a continue that was confirmed; while it is set, the
   next command that can be given is Continue, unless the engine is on its way to a load.
+- A pause lasts for the load alone; what runs from then until Verify has ended carries no version (next but one).
 - Newest wins: the version to load is chosen when the way to it begins, never queued.
 - What a load brings is called `unverified-N` by the engine until Verify has read it back; only then it gets the name N.
   The engine stamps each token with the name, so a token of weights that nobody verified can never pass for one of N.
@@ -26,11 +27,13 @@ IDLE_STATES = (EngineState.JOINING, EngineState.SERVING, EngineState.QUARANTINED
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Limits. drain: let running requests end before a load (else pause and abort them). tries: failed tries in a row
+    """Limits. drain: let running requests end before a load (else abort them). locked: a load is one request, which the
+    engine carries out under its own lock, so that after a drain it need not be paused. tries: failed tries in a row
     before the waits begin. back_off_s, back_off_max_s: those waits, doubled each time. misses: probes without an answer
     that make an engine unusable (a refused connection does at once). gone_after_s: silence after which it is gone."""
 
     drain: bool = True
+    locked: bool = True
     tries: int = 3
     back_off_s: float = 1.0
     back_off_max_s: float = 30.0
@@ -68,7 +71,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Abort running requests and hold new ones back."""
+    """Hold new requests back and abort running ones. drain: give those time to end first."""
+
+    drain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +196,8 @@ def step(  # noqa: PLR0911 - one line for each pair of command and event reads b
         case Succeeded(), Pause():
             return _load(life)
         case Succeeded(), Load():
-            return replace(life, state=EngineState.VERIFYING), Verify(life.target)
+            life = replace(life, state=EngineState.VERIFYING)
+            return life, Continue() if life.maybe_paused else Verify(life.target)
         case _, Verify():
             return _verified(life, event, at)
         case _, Continue():
@@ -258,10 +264,10 @@ def _due(life: Life, at: Moment, wanted: int) -> bool:
 
 def _begin(life: Life, at: Moment, wanted: int | None) -> tuple[Life, Command]:
     life = replace(life, target=-1 if wanted is None else wanted)
-    if at.policy.drain:
+    if at.policy.drain and at.policy.locked:
         return _load(life)
     state = EngineState.PAUSING if life.state is EngineState.SERVING else life.state
-    return replace(life, state=state, maybe_paused=True, detail=f"pausing for version {wanted}"), Pause()
+    return replace(life, state=state, maybe_paused=True, detail=f"pausing for version {wanted}"), Pause(at.policy.drain)
 
 
 def _load(life: Life) -> tuple[Life, Command]:
@@ -275,16 +281,13 @@ def _load(life: Life) -> tuple[Life, Command]:
 def _verified(life: Life, event: Event, at: Moment) -> tuple[Life, Command | None]:
     if not isinstance(event, Succeeded):
         return _fail(life, _detail(event), at)
-    life = replace(life, checksum=event.checksum, verified=True)
-    if life.maybe_paused:
-        return life, Continue()
-    return _serve(life), None
+    return _serve(replace(life, checksum=event.checksum, verified=True)), None
 
 
 def _continued(life: Life, event: Event, at: Moment) -> tuple[Life, Command | None]:
     if isinstance(event, Succeeded):
         life = replace(life, maybe_paused=False)
-        return (_serve(life) if life.state is EngineState.VERIFYING else life), None
+        return life, Verify(life.target) if life.state is EngineState.VERIFYING else None
     if life.state in (EngineState.JOINING, EngineState.GONE):
         return life, None
     return _quarantine(life, _detail(event), at), None

@@ -7,7 +7,8 @@ routable ones, and whatever this process was doing when it was killed is found a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 
 import httpx
 import structlog
@@ -19,12 +20,16 @@ from broker.queue import Broker
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
+from rollout.command import engine_environment
+from rollout.engine import ADVERTISED_HOST
 from services.http import run_service
 from services.weight_sync.app import create_app
+from services.weight_sync.distributed import Distributed, Reach
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
 from services.weight_sync.strategy import Strategy
+from services.weight_sync.transports import Delta, Disk, Transport
 
 log = structlog.get_logger()
 MAX_CONNECTIONS = 256
@@ -50,7 +55,9 @@ def run(config: RunConfig) -> int:
 
     def build(token: str | None) -> FastAPI:
         http = httpx.AsyncClient(limits=httpx.Limits(max_connections=MAX_CONNECTIONS), trust_env=False)
-        return create_app(Reconciler(broker, http, settings), token, closing=broker.close, http=http)
+        reconciler = Reconciler(broker, http, settings)
+        reconciler.transport = transport_of(config, os.environ, reconciler.wake)
+        return create_app(reconciler, token, closing=broker.close, http=http)
 
     return run_service("weight-sync", config.weight_sync, build)
 
@@ -62,6 +69,7 @@ def settings_of(config: RunConfig, environment: Mapping[str, str]) -> Settings:
     return Settings(
         policy=Policy(
             drain=weights.pause == "drain",
+            locked=weights.transport != "distributed",
             tries=weights.update_tries,
             join_patience_s=engine.start_timeout_s,
         ),
@@ -71,3 +79,23 @@ def settings_of(config: RunConfig, environment: Mapping[str, str]) -> Settings:
         exact_dtype=engine.dtype if exact else None,
         api_key=read_secret(ENGINE_API_KEY, environment),
     )
+
+
+def transport_of(config: RunConfig, environment: Mapping[str, str], wake: Callable[[], None]) -> Transport:
+    """How weights travel in a run. wake: called when something that was waited for is there."""
+    weights, engine = config.weights, config.engine
+    if weights.transport == "delta":
+        return Delta(weights.local_wait_s)
+    if weights.transport == "distributed":
+        near = engine.host == "127.0.0.1" and not engine.urls
+        reach = Reach(
+            python=engine.python,
+            address="127.0.0.1" if near else environment.get(ADVERTISED_HOST) or socket.gethostname(),
+            ranks=engine.tensor_parallel,
+            backend="nccl" if engine.device == "cuda" else "gloo",
+            bucket_bytes=weights.bucket_mb << 20,
+            seconds=weights.update_timeout_s,
+            environment=engine_environment(engine, environment),
+        )
+        return Distributed(reach, wake)
+    return Disk()

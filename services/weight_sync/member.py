@@ -22,6 +22,7 @@ from services.weight_sync.engine_client import Done, EngineClient, Lost, Served
 from services.weight_sync.ports import Registry
 from services.weight_sync.staging import Staged
 from services.weight_sync.strategy import is_out
+from services.weight_sync.transports import Transport
 
 log = structlog.get_logger()
 SHUTDOWN_CONTINUE_S = 3.0
@@ -32,6 +33,7 @@ class Fleet(Protocol):
 
     policy: lc.Policy
     registry: Registry
+    transport: Transport
     clock: Callable[[], float]
 
     @property
@@ -169,7 +171,7 @@ class Member:
             return self._probed(await self.client.probe())
         if isinstance(command, lc.Pause):
             self.paused_at = fleet.clock()
-            return _event(await self.client.pause())
+            return _event(await self.client.pause(drain=command.drain))
         if isinstance(command, lc.Continue):
             return self._resumed(fleet, await self.client.resume())
         if isinstance(command, lc.Load):
@@ -196,18 +198,18 @@ class Member:
         if staged.version > command.version:  # a newer one was staged while this engine was paused: that one is loaded
             self.life = replace(self.life, target=staged.version)
         self.loading, began = staged, fleet.clock()
-        outcome = await self.client.load(staged.folder, unverified(staged.version), drain=command.drain)
+        name = unverified(staged.version)
+        outcome = await fleet.transport.load(self.shown, self.client, staged, name, drain=command.drain)
         self.figures.last_load_seconds = fleet.clock() - began
         self.figures.load_seconds += self.figures.last_load_seconds
         return _event(outcome)
 
     async def _verify(self, fleet: Fleet, version: int) -> lc.Event:
-        weights = await self.client.weights()
+        weights, sums = await asyncio.gather(self.client.weights(), self.client.checksums())
         if isinstance(weights, Lost):
             return lc.Failed(weights.detail)
         if weights.value not in (unverified(version), str(version)):
             return lc.Failed(f"names its weights {weights.value[:80]!r} after a load of {version}")
-        sums = await self.client.checksums()
         if isinstance(sums, Lost):
             return lc.Failed(sums.detail)
         verdict = self._compare(fleet, version, sums.value)

@@ -37,6 +37,11 @@ class _Figures:
         yield _counter("stagings", "Versions that were checked and found complete.", totals.stagings)
         yield _counter("staging_failures", "Versions that were found incomplete.", totals.staging_failures)
         yield _counter("staged_bytes", "Bytes read while staging.", totals.staged_bytes)
+        yield _counter(
+            "transport_fallbacks",
+            "Loads of the published files where weights.transport is another way.",
+            self._reconciler.transport.fallbacks,
+        )
         yield _gauge("last_staging_seconds", "Time of the last staging.", totals.last_staging_seconds)
         yield from _of_engines(list(r.members.values()))
 

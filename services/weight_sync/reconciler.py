@@ -30,6 +30,7 @@ from services.weight_sync.member import Member
 from services.weight_sync.ports import Registry
 from services.weight_sync.staging import IncompleteVersion, Staged, stage
 from services.weight_sync.strategy import Strategy, may_leave
+from services.weight_sync.transports import Disk, Transport
 
 log = structlog.get_logger()
 REFERENCES_KEPT = 64
@@ -73,9 +74,11 @@ class Reconciler:
         registry: Registry,
         http: httpx.AsyncClient,
         settings: Settings,
+        transport: Transport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry, self.policy, self.clock = registry, settings.policy, clock
+        self.transport = transport or Disk()
         self.members: dict[str, Member] = {}
         self.published: VersionRecord | None = None
         self.staging_problem = ""
@@ -84,6 +87,7 @@ class Reconciler:
         self.last_round: float = clock()
         self._http, self._settings = http, settings
         self._staged: Staged | None = None
+        self._staged_at = 0.0
         self._staging: asyncio.Task[None] | None = None
         self._staging_not_before = 0.0
         self.identity = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
@@ -114,7 +118,9 @@ class Reconciler:
             out = sum(m.is_out for m in self.members.values() if m is not member)
             if not may_leave(self._settings.strategy, out, idle=member.idle):
                 return None
-        return self._staged.version
+        waited_s = self.clock() - self._staged_at
+        ready = self.transport.ready(member.shown, member.client, self._staged, waited_s)
+        return self._staged.version if ready else None
 
     def reference(self, version: int) -> str | None:
         """Overall checksum that this version was confirmed with, by this process or as the registry shows."""
@@ -176,6 +182,7 @@ class Reconciler:
                         await self._wake.wait()
         finally:
             await self._cancel_all()
+            await self.transport.close()
             with contextlib.suppress(BrokerError):
                 await asyncio.to_thread(self.registry.hold, ROLE, self.identity, 0)
             changes.close()
@@ -307,7 +314,7 @@ class Reconciler:
             return
         for member in self.members.values():
             member.idle = False  # what was seen before this version is too old to let it begin: ask again
-        self._staged, self.staging_problem = staged, ""
+        self._staged, self._staged_at, self.staging_problem = staged, self.clock(), ""
         self.totals.stagings += 1
         self.totals.staged_bytes += staged.bytes
         self.totals.last_staging_seconds = self.clock() - began
@@ -327,5 +334,5 @@ def has_left(record: EngineRecord) -> bool:
 
 def _pass_on(message: str, loop: asyncio.AbstractEventLoop, wake: asyncio.Event) -> None:
     """Wake the loop for what others did; most changes of engines are this process' own."""
-    if message.startswith(("version", "listening", "free")) or f" {EngineState.JOINING.value} " in message:
+    if message.startswith(("version", "staged", "listening", "free")) or f" {EngineState.JOINING.value} " in message:
         loop.call_soon_threadsafe(wake.set)

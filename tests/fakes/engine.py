@@ -126,6 +126,9 @@ class FakeEngine:
         self.loading = 0  # loads that hold new requests back: SGLang's lock prefers the writer
         self.largest_running = 0
         self.sampled_while_paused = 0
+        self.session = False  # an update session is open
+        self.groups: set[str] = set()
+        self.received_while_unpaused = 0
         self.pauses = self.continues = self.flushes = self.loads = 0
         self._ids = itertools.count()
         self.app = _application(self)
@@ -290,6 +293,35 @@ class FakeEngine:
         self.version = str(version)
         return True, f"Succeeded to update model weights. Weight version updated to {version}."
 
+    def receive(self, body: dict[str, Any]) -> tuple[bool, str]:
+        """POST /update_weights_from_distributed: (success, message)."""
+        if not self.session:
+            return False, "must run between begin_weight_update() and end_weight_update()"
+        if body["group_name"] not in self.groups:
+            return False, "Failed to receive weights: Group is not there"
+        self.received_while_unpaused += self.paused is None
+        self.version = str(body["weight_version"])
+        if body["flush_cache"]:
+            self.flushes += 1
+            self.model_path = self.broadcast_folder(self.version)
+        return True, "Succeeded to update parameter online."
+
+    def broadcast_folder(self, name: str) -> str:
+        """Where the weights lie that a broadcast under this name brings: the fake receives none."""
+        return self.model_path
+
+    def open_session(self) -> tuple[bool, str]:
+        """POST /begin_weight_update."""
+        if self.session:
+            return False, "a weight-update session is already open; call end_weight_update() first"
+        self.session = True
+        return True, "Success"
+
+    def close_session(self) -> tuple[bool, str]:
+        """POST /end_weight_update."""
+        was, self.session = self.session, False
+        return was, "Success" if was else "no weight-update session is open"
+
     def checksum(self) -> dict[str, Any]:
         """Answer of /weights_checker with action checksum."""
         total = folder_checksum(self.model_path)
@@ -376,6 +408,30 @@ def _application(engine: FakeEngine) -> FastAPI:
         body = {"success": success, "message": message, "num_paused_requests": 0}
         return JSONResponse(body, status_code=200 if success else 400)
 
+    @app.post("/init_weights_update_group")
+    async def join_group(request: Request) -> JSONResponse:
+        engine.groups.add((await request.json())["group_name"])
+        return _outcome(True, "Succeeded to initialize custom process group.")
+
+    @app.post("/destroy_weights_update_group")
+    async def leave_group(request: Request) -> JSONResponse:
+        name = (await request.json())["group_name"]
+        known = name in engine.groups
+        engine.groups.discard(name)
+        return _outcome(known, "destroyed" if known else "The group to be destroyed does not exist.")
+
+    @app.post("/begin_weight_update")
+    async def begin() -> JSONResponse:
+        return _outcome(*engine.open_session())
+
+    @app.post("/end_weight_update")
+    async def end() -> JSONResponse:
+        return _outcome(*engine.close_session())
+
+    @app.post("/update_weights_from_distributed")
+    async def receive(request: Request) -> JSONResponse:
+        return _outcome(*engine.receive(await request.json()))
+
     @app.post("/update_weight_version")
     async def rename(request: Request) -> dict[str, Any]:
         body = await request.json()
@@ -407,6 +463,10 @@ def _application(engine: FakeEngine) -> FastAPI:
         return {"timestamp": time.time(), "version": "0.5.23", "loads": [one]}
 
     return app
+
+
+def _outcome(success: bool, message: str) -> JSONResponse:
+    return JSONResponse({"success": success, "message": message}, status_code=200 if success else 400)
 
 
 async def _body(request: Request) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
 from services.weight_sync.strategy import Strategy
+from services.weight_sync.transports import Disk, Transport
 from tests.fakes.engine import FakeEngine
 
 EXPERTS, HIDDEN, INNER, VOCABULARY = 4, 8, 6, 10
@@ -150,9 +151,11 @@ def parameters(folder: Path) -> dict[str, np.ndarray]:
 
 
 class Engine(FakeEngine):
-    """The fake with a real engine's parameter names. keep_weights: loads change the version's name alone."""
+    """The fake with a real engine's parameter names. A broadcast brings what is published under its name."""
 
-    keep_weights = False
+    def broadcast_folder(self, name: str) -> str:
+        version = int(name.removeprefix("unverified-"))
+        return next(v.path for v in self.published() if v.version == version)
 
     def checksum(self) -> dict[str, Any]:
         if not (Path(self.model_path) / "model.safetensors").exists():
@@ -181,6 +184,7 @@ class World:
     def add_engine(self, name: str, *, port: int = 0, **options: Any) -> Engine:
         """A fake engine that listens, registered as its supervisor does."""
         engine = Engine(version="unconfirmed", **options)
+        engine.published = self.broker.versions
         url = self.stack.enter_context(engine.serve(port))
         self.engines[name] = engine
         self.broker.register_engine(EngineRecord(name, url, EngineState.JOINING, pid=os.getpid()))
@@ -230,13 +234,18 @@ def world(folder: Path) -> Iterator[World]:
 
 @contextlib.asynccontextmanager
 async def syncing(
-    w: World, strategy: Strategy | None = None, timeouts: Timeouts = PATIENT, **options: Any
+    w: World,
+    strategy: Strategy | None = None,
+    timeouts: Timeouts = PATIENT,
+    transport: Callable[[Reconciler], Transport] = lambda _reconciler: Disk(),
+    **options: Any,
 ) -> AsyncIterator[Reconciler]:
     """The reconciler at work; it is stopped, and its errors shown, at the end."""
     policy = Policy(**{"tries": 2, "back_off_s": 0.05, "back_off_max_s": 0.2, "gone_after_s": 1.0, **options})
     settings = Settings(policy, strategy or Strategy(), timeouts, interval_s=0.03, exact_dtype="float32")
     async with httpx.AsyncClient(trust_env=False) as http:
         reconciler = Reconciler(w.broker, http, settings)
+        reconciler.transport = transport(reconciler)
         task = asyncio.create_task(reconciler.run())
         try:
             yield reconciler

@@ -123,10 +123,10 @@ def test_ten_versions_behind_is_one_load():
     assert engine.log == ["Probe", "Load", "Verify"]
 
 
-def test_in_abort_mode_the_engine_is_paused_before_the_load_and_continued_after_the_check():
+def test_in_abort_mode_the_engine_is_paused_for_the_load_alone_and_serves_only_after_the_check():
     life, engine = lc.Life(EngineState.SERVING, version=3, target=3), Engine(weights="3")
     life = run_step(life, engine, "ok", lc.Moment(lc.Policy(drain=False), 0.0, 4))
-    assert engine.log == ["Probe", "Pause", "Load", "Verify", "Continue"]
+    assert engine.log == ["Probe", "Pause", "Load", "Continue", "Verify"]
     assert life.state is EngineState.SERVING
 
 

@@ -1,0 +1,268 @@
+"""Weights by broadcast, in buckets, through SGLang's update_weights_from_distributed.
+
+Invariant: each engine has a process group of its own with a sender of its own (sender.py): what becomes of one is
+nothing to the others, and the trainer is in none. The group is made while the engine serves. It is used again as long
+as every broadcast succeeds; after any failure it is given up together with its sender, and the engine loads the
+published files once. SGLang's update session is always closed again: a session that stayed open refuses the next one.
+
+The sender is a process and not a part of the trainer, which would then have to wait for engines, and not a part of this
+process, which is to start without torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from broker.types import EngineRecord
+from services.weight_sync.checksums import ITEM_BYTES, open_safetensors
+from services.weight_sync.engine_client import Done, EngineClient, Lost
+from services.weight_sync.staging import Staged
+
+log = structlog.get_logger()
+WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+WORDS |= {"U8": "uint8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+SENDER = Path(__file__).with_name("sender.py")
+MAX_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How engines are reached. python: interpreter with torch, the engine's; script: what it runs. address: of this
+    host, as engines see it. ranks: of one engine. backend: "nccl" or "gloo". seconds: longest wait for one step."""
+
+    python: Path
+    address: str
+    ranks: int
+    backend: str
+    bucket_bytes: int
+    seconds: float
+    environment: dict[str, str] = field(default_factory=dict)
+    script: Path = SENDER
+
+
+class SenderFailed(Exception):
+    """The sender is gone, or what it was asked did not succeed."""
+
+
+class Sender:
+    """A running sender process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, seconds: float) -> None:
+        self._process, self._seconds = process, seconds
+
+    @classmethod
+    async def start(cls, reach: Reach) -> Sender:
+        """Raises SenderFailed."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                str(reach.python),
+                str(reach.script),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=reach.environment,
+                limit=MAX_LINE_BYTES,
+            )
+        except OSError as error:
+            raise SenderFailed(f"{reach.python} cannot be started: {error.strerror}") from error
+        return cls(process, reach.seconds)
+
+    async def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Give one order; its answer. Raises SenderFailed."""
+        writer, reader = self._process.stdin, self._process.stdout
+        if writer is None or reader is None:
+            raise SenderFailed("the sender has no pipes")
+        try:
+            async with asyncio.timeout(self._seconds):
+                writer.write(json.dumps(order).encode() + b"\n")
+                await writer.drain()
+                answer = dict(json.loads(await reader.readline() or b'{"error": "the sender has ended"}'))
+        except (OSError, ValueError, TimeoutError) as error:
+            raise SenderFailed(f"the sender does not answer: {type(error).__name__}") from error
+        if "error" in answer:
+            raise SenderFailed(str(answer["error"]))
+        return answer
+
+    async def end(self) -> None:
+        """Kill it: it holds nothing that is worth a farewell."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A tensor of a published version. dtype: torch's word."""
+
+    path: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.item_bytes
+
+
+@dataclass(slots=True)
+class Link:
+    """An engine's group. made_for: address and id of the process that it was made with. sender: None if there is no
+    group (any more)."""
+
+    made_for: tuple[str, int]
+    making: asyncio.Task[None] | None = None
+    sender: Sender | None = None
+
+
+class Distributed:
+    """See the module. wake: called when a group was made, or could not be."""
+
+    one_call = False
+
+    def __init__(self, reach: Reach, wake: Callable[[], None]) -> None:
+        self.fallbacks = 0
+        self._reach, self._wake = reach, wake
+        self._links: dict[str, Link] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def ready(self, engine: EngineRecord, client: EngineClient, staged: Staged, waited_s: float) -> bool:
+        """Whether there is a group with the engine's present process, or none could be made."""
+        link = self._links.get(engine.engine_id)
+        if link is None or link.made_for != (engine.url, engine.pid):
+            if link is not None:
+                ending = asyncio.create_task(self._end(link))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+            link = Link((engine.url, engine.pid))
+            link.making = asyncio.create_task(self._make(link, group_of(engine), client), name=group_of(engine))
+            self._links[engine.engine_id] = link
+        return link.making is None or link.making.done()
+
+    async def load(
+        self, engine: EngineRecord, client: EngineClient, staged: Staged, name: str, *, drain: bool
+    ) -> Done[None] | Lost:
+        """See Transport; the engine is paused."""
+        link = self._links.get(engine.engine_id)
+        if link is None or link.sender is None:
+            self._links.pop(engine.engine_id, None)  # the next version gets a new try
+            self.fallbacks += 1
+            return await client.load(staged.folder, name, drain=drain)
+        outcome: Done[None] | Lost = Lost("given up")
+        try:
+            outcome = await self._broadcast(link.sender, group_of(engine), client, staged, name)
+        finally:
+            if isinstance(outcome, Lost):
+                await self._end(link)
+        return outcome
+
+    async def close(self) -> None:
+        """End all senders."""
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(self._end(link) for link in links), *self._ending)
+
+    async def _make(self, link: Link, group: str, client: EngineClient) -> None:
+        reach, world = self._reach, 1 + self._reach.ranks
+        try:
+            link.sender = sender = await Sender.start(reach)
+            port = (await sender.ask({"listen": reach.address, "seconds": reach.seconds}))["port"]
+            await client.leave_group(group)  # of a process before this one, if there was any
+            outcome = await _both(
+                sender.ask({"join": {"group": group, "world": world, "backend": reach.backend}}),
+                client.join_group(group, reach.address, port, world, reach.backend),
+            )
+            if isinstance(outcome, Lost):
+                raise SenderFailed(outcome.detail)
+        except SenderFailed as error:
+            log.warning("no group with an engine", group=group, problem=str(error))
+            await self._end(link)
+        finally:
+            self._wake()
+
+    async def _broadcast(
+        self, sender: Sender, group: str, client: EngineClient, staged: Staged, name: str
+    ) -> Done[None] | Lost:
+        await client.end_update()  # a process before this one may have left a session open
+        try:
+            outcome = await client.begin_update()
+            if isinstance(outcome, Done):
+                outcome = await self._send_all(sender, group, client, staged, name)
+        except (SenderFailed, OSError, ValueError) as error:
+            outcome = Lost(str(error))
+        finally:
+            ended = await client.end_update()
+        return ended if isinstance(outcome, Done) else outcome
+
+    async def _send_all(
+        self, sender: Sender, group: str, client: EngineClient, staged: Staged, name: str
+    ) -> Done[None] | Lost:
+        outcome: Done[None] | Lost = Lost("the version holds no tensor")
+        parts = await asyncio.to_thread(buckets, staged.folder, self._reach.bucket_bytes)
+        for number, part in enumerate(parts, 1):
+            tensors = [(t.name, t.dtype, t.shape) for t in part]
+            outcome = await _both(
+                sender.ask({"send": [[t.path, t.name] for t in part]}),
+                client.receive(group, tensors, name, flush=number == len(parts)),
+            )
+            if isinstance(outcome, Lost):
+                return outcome
+        return outcome
+
+    async def _end(self, link: Link) -> None:
+        if link.making is not None and link.making is not asyncio.current_task():
+            link.making.cancel()
+            await asyncio.gather(link.making, return_exceptions=True)
+        sender, link.sender = link.sender, None
+        if sender is not None:
+            await sender.end()
+
+
+async def _both(asked: Coroutine[Any, Any, Any], told: Coroutine[Any, Any, Done[None] | Lost]) -> Done[None] | Lost:
+    """What the engine answers, once the sender is done, too; the first failure of either ends it."""
+    sending, answering = asyncio.create_task(asked), asyncio.create_task(told)
+    try:
+        await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            await sending
+        outcome = await answering
+        if isinstance(outcome, Done):
+            await sending
+        return outcome
+    finally:
+        for task in (sending, answering):
+            task.cancel()
+        await asyncio.gather(sending, answering, return_exceptions=True)
+
+
+def group_of(engine: EngineRecord) -> str:
+    """Name of an engine's group: always the same, so that a later process can take the place of one that was killed."""
+    return f"weights-of-{engine.engine_id}"
+
+
+def buckets(folder: Path, limit_bytes: int) -> list[list[Listed]]:
+    """The tensors of a version in buckets of at most limit_bytes, or of one tensor that is larger.
+
+    Wide elements come first, so that each tensor is aligned in its bucket. Raises UnreadableWeights, OSError.
+    """
+    found: list[Listed] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_safetensors(path) as tensors:
+            found += [Listed(str(path), t.name, WORDS[t.dtype], t.shape, ITEM_BYTES[t.dtype]) for t in tensors]
+    made: list[list[Listed]] = []
+    room = 0
+    for tensor in sorted(found, key=lambda t: -t.item_bytes):
+        if not made or tensor.bytes > room:
+            made.append([])
+            room = limit_bytes
+        made[-1].append(tensor)
+        room -= tensor.bytes
+    return made
