@@ -14,6 +14,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from broker import sentinel
 from broker.commands import Argument, Command, pack
 from broker.errors import BrokerError, BrokerUnavailable
 from broker.scripts import digest, script
@@ -34,21 +35,13 @@ class OutOfMemory(BrokerError):
 
 
 class Connection:
-    """A thread-safe client of one server. url: redis:// or unix://, without a password."""
+    """A thread-safe client of one server. url: redis://, unix:// or redis+sentinel://, without a password."""
 
     def __init__(self, url: str, *, password: str | None, timeout_s: float) -> None:
         self.url = url
         self.timeout_s = timeout_s
         try:
-            self.client = redis.Redis.from_url(
-                url,
-                password=password,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                retry_on_error=[],
-                socket_read_size=READ_BYTES,
-            )
+            self.client = _client(url, password, timeout_s)
         except ValueError as error:
             raise BrokerUnavailable(f"redis.url {url!r} cannot be used: {error}") from error
 
@@ -133,11 +126,27 @@ class Connection:
             except redis.exceptions.OutOfMemoryError as error:
                 raise OutOfMemory(f"Redis at {self.url} is at its memory limit ({error})") from error
             except redis.exceptions.ResponseError as error:
+                if str(error).startswith("NOREPLICAS") and time.monotonic() + pause < end:
+                    time.sleep(pause)  # a primary that was cut off from its replicas takes no writes
+                    continue
                 if "OOM" in str(error):
                     raise OutOfMemory(f"Redis at {self.url} is at its memory limit ({error})") from error
                 raise BrokerError(f"Redis at {self.url} refused a command: {error}") from error
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
+
+
+def _client(url: str, password: str | None, timeout_s: float) -> redis.Redis:
+    settings: dict[str, Any] = {
+        "password": password,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_error": [],
+        "socket_read_size": READ_BYTES,
+    }
+    watched = sentinel.parse(url)
+    if watched is not None:
+        return sentinel.client(watched, timeout_s=timeout_s, **settings)
+    return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, **settings)
 
 
 def _text(item: Any) -> Any:

@@ -228,7 +228,8 @@ class Broker:
     ) -> TrainerState:
         """Take the run over from a checkpoint, fencing every older trainer.
 
-        checkpoint_step, checkpoint_version: 0 and -1 without a checkpoint. consumed: ids of groups trained up to it
+        checkpoint_step, checkpoint_version: 0 and -1 without a checkpoint; a newer version whose weights are on disk
+        counts instead, so that it is not named again. consumed: ids of groups trained up to it
         whose commit may not have been recorded. cursor: the checkpoint's; it restores the prompts if Redis lost them.
         """
         opened = cursor.open if cursor else ()

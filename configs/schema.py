@@ -50,7 +50,9 @@ class RedisSection(Section):
     """The server that holds queue, ledger, versions and registry."""
 
     url: str | None = Field(
-        None, description="redis:// or unix:// address without a password; null: `lagrange up` embeds a server."
+        None,
+        description="redis://, unix:// or redis+sentinel://host:port,.../service address without a password; null: "
+        "`lagrange up` embeds a server.",
     )
     port: Port = Field(0, description="Port of the embedded server; 0: a free one.")
     timeout_s: Seconds = Field(10.0, description="Longest wait for one answer of the server, in seconds.")

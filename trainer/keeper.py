@@ -41,6 +41,10 @@ class Keeper:
         self._background = background
         self._weights = config.run.folder / "weights"
 
+    def newest_on_disk(self) -> int:
+        """The largest version that has a folder of weights, -1: none. No engine was ever told of a larger one."""
+        return max(versions.versions_on_disk(self._weights), default=-1)
+
     def due(self, progress: Progress, asked: int = -1) -> tuple[bool, bool]:
         """Whether this version is to be published, and this step to be saved; both at the last step.
 

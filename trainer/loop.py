@@ -129,7 +129,7 @@ class Trainer:
         if self.ranks.is_main:
             state = self.broker.attach_trainer(
                 checkpoint_step=p.step,
-                checkpoint_version=saved.version if saved else -1,
+                checkpoint_version=max(saved.version if saved else -1, self._keeper.newest_on_disk()),
                 consumed=p.consumed,
                 cursor=saved.cursor if saved else None,
             )

@@ -167,12 +167,13 @@ class Model:
     def admitted(self, group_id: int, worker: str, prompt: int, attempt: int, engine_version: int) -> None:
         self.groups[group_id] = ModelGroup(prompt, attempt, worker, engine_version, self.now + self.settings.lease)
 
-    def submit(self, group_id: int, worker: str, oldest: int | None, tokens: int) -> str:
+    def submit(self, group_id: int, worker: str, oldest: int | None, tokens: int, repeated: bool = False) -> str:
+        """repeated: the same payload as before. Only the holder submits, and only once."""
         g = self.groups.get(group_id)
-        if g is not None and g.worker == worker and g.state != "generating":
-            return "accepted"
         if g is None or g.worker != worker:
             return "closed"
+        if g.state != "generating":
+            return "accepted" if repeated else "closed"
         g.tokens = tokens
         g.oldest = self.version if oldest is None else oldest
         if lag.is_stale(g.oldest, self.version, self.max_lag):

@@ -60,7 +60,23 @@ class Protocol(Compared):
             expected = self.model.submit(ticket.group_id, worker, version, 2 * response)
             assert (answer.reason if isinstance(answer, Refused) else answer) == expected
             if pick == 0:
-                assert isinstance(again := self.broker.submit(group), Refused) == (expected != "accepted"), again
+                again = self.broker.submit(group)
+                expected = self.model.submit(ticket.group_id, worker, version, 2 * response, repeated=True)
+                assert (again.reason if isinstance(again, Refused) else again) == expected
+
+    @precondition(lambda self: self.tickets)
+    @rule(pick=st.integers(0, 7), stranger=st.booleans())
+    def somebody_submits_what_is_not_theirs(self, pick: int, stranger: bool) -> None:
+        """Another worker, or the holder once more with other content: neither replaces what is there."""
+        holder, ticket = self.tickets[-1 - pick % len(self.tickets)]
+        held = self.model.groups.get(ticket.group_id)
+        if not stranger and (held is None or held.state == "generating"):
+            return
+        worker = next(w for w in WORKERS if (w != holder) == stranger)
+        group = finished(ticket, RUN, ticket.engine_version, worker=worker, response=7)
+        answer = self.broker.submit(group)
+        assert isinstance(answer, Refused)
+        assert answer.reason == self.model.submit(ticket.group_id, worker, ticket.engine_version, 14)
 
     @precondition(lambda self: self.tickets)
     @rule(
@@ -217,13 +233,20 @@ class Protocol(Compared):
         """The same, chosen more often than other rules."""
         self.work(groups, True, True, leave)
 
-    @rule(rounds=st.integers(1, 3), leave=st.integers(1, 2), patience=st.booleans())
-    def slow_groups(self, rounds: int, leave: int, patience: bool) -> None:
-        """The first groups go on being generated while others are trained, until the trainer waits, or longer."""
-        for _ in range(rounds):
-            self.work(3, True, True, leave)
-        if patience and not self.leased:
+    @rule(leave=st.integers(1, 2), patience=st.booleans(), late=st.booleans())
+    def slow_groups(self, leave: int, patience: bool, late: bool) -> None:
+        """The first groups go on being generated while others are trained, until the trainer waits for them.
+
+        patience: until it does not wait any longer. late: then they are submitted, mostly past the bound.
+        """
+        for _ in range(self.model.max_lag + 2):
+            self.work(2 * self.settings.groups_per_step + leave, True, True, leave)
+        if patience and not self.leased and self.model.of("generating"):
             self.patience_with_stragglers_ends()
+        if late:
+            if self.leased:
+                self.step([False, False, False], False)
+            self.work(1, True, False, 0)
 
     @precondition(lambda self: self.model.of("generating"))
     @rule(then=st.sampled_from(["admit", "pull", "submit"]))
@@ -260,16 +283,17 @@ class Protocol(Compared):
         if final and self.model.dead:
             self.requeue()
 
-    @rule(save=st.booleans(), commit=st.booleans(), back=st.integers(1, 2))
-    def work_and_crash(self, save: bool, commit: bool, back: int) -> None:
-        """Steps after a checkpoint, then a rollback."""
+    @rule(save=st.booleans(), commit=st.booleans(), back=st.integers(1, 2), leave=st.integers(1, 2))
+    def work_and_crash(self, save: bool, commit: bool, back: int, leave: int) -> None:
+        """Steps after a checkpoint, then a rollback, which names a version while a group is still generated."""
         if not self.leased and save:
             self.save()
         if commit:
             self.commit()
         self.work(4, True, True, 0)
-        self.work(2, False, False, 1)
+        self.work(4, True, False, leave)
         self.crash_of_the_trainer(back)
+        self.pull()
 
     # --- others -------------------------------------------------------------------------------------------------------
 

@@ -268,6 +268,16 @@ def test_a_trainer_whose_place_was_taken_stops_and_names_the_newer_epoch(config:
     new.close()
 
 
+def test_no_version_is_named_again_whose_weights_are_on_disk_although_redis_forgot_it(
+    config: Any, handle: Broker
+) -> None:
+    (config.run.folder / "weights" / "v000041").mkdir(parents=True)
+    trainer = trainer_of(config, handle, World(config, handle), MemoryCheckpoints())
+    trainer.attach()
+    trainer.close()
+    assert trainer.progress.version == 42
+
+
 def test_an_impossible_lag_stops_the_trainer_before_the_update(config: Any, handle: Broker) -> None:
     world, policy = World(config, handle), BigramPolicy()
     trainer = trainer_of(config, handle, world, MemoryCheckpoints(), policy=policy)
@@ -358,3 +368,22 @@ def test_a_checkpoint_that_an_operator_asks_for_is_made_at_the_next_step_and_onc
     assert trainer_of(config, asked, world, checkpoints).run() == "finished"
     assert [state.step for state, _, _ in checkpoints.kept] == [3, 6]
     handle.close()
+
+
+@pytest.mark.parametrize(("budget", "passes"), [(8192, 0), (4, 6)])
+def test_a_log_prob_pass_is_made_only_where_a_rank_has_several_micro_batches(
+    config: Any, handle: Broker, budget: int, passes: int
+) -> None:
+    class Counting(BigramPolicy):
+        calls = 0
+
+        def log_probs(self, micro_batches: Any) -> list[Any]:
+            self.calls += 1
+            return super().log_probs(micro_batches)
+
+    policy = Counting()
+    trainer = config.trainer.model_copy(update={"micro_batch_tokens": budget})
+    config = config.model_copy(update={"trainer": trainer})
+    trainer_of(config, handle, World(config, handle), MemoryCheckpoints(), policy=policy).run()
+    assert policy.calls == passes
+    assert all(r["sat"]["q"] is not None for r in records(config))
