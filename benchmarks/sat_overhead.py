@@ -1,6 +1,6 @@
-"""What SAT costs over plain clipping, in milliseconds a step.
+"""What SAT costs over plain clipping, in milliseconds of CPU time a step.
 
-    python benchmarks/sat_overhead.py [tokens] [repeats]
+    python -m benchmarks.sat_overhead [tokens] [repeats]
 
 Times the loss function alone (forward, backward, statistics) for grpo and for the sat losses in each scope on random
 packed tokens, interleaved, and prints medians as one JSON object. The log-prob pass of the scope `global` is not in it.
@@ -51,15 +51,15 @@ def random_batch(tokens: int, length: int = 256) -> tuple[MicroBatch, torch.Tens
 
 
 def one_step(settings: LossSettings, batch: MicroBatch, log_probs: torch.Tensor) -> float:
-    """Seconds of one step's loss, backward and statistics."""
+    """CPU seconds of one step's loss, backward and statistics."""
     leaf = log_probs.clone().requires_grad_()
-    start = time.perf_counter()
+    start = time.process_time()
     passed = [log_probs] if settings.needs_log_prob_pass else None
     context = prepare(settings, [batch], passed, previous=Gate(0.08, 0.08))
     loss, report = loss_function(settings, context)(batch, leaf, torch.zeros_like(log_probs))
     loss.backward()
     step_statistics([batch], [report], version=1, max_lag=1, settings=settings, gate=context.gate)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main(tokens: int, repeats: int) -> None:

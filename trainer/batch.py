@@ -153,53 +153,58 @@ def pack(
     to a multiple of it. numbers: sequence_index of each sample; default 0, 1, ... Raises ValueError if a trace does not
     fit the model, or names an expert twice for a token or beyond the last.
     """
-    total = sum(s.trajectory.tokens for s in samples)
+    trajectories = [s.trajectory for s in samples]
+    lengths = np.array([t.tokens for t in trajectories], np.int64)
+    responses = np.array([len(t.response_ids) for t in trajectories], np.int64)
+    ends = np.cumsum(lengths)
+    total = int(lengths.sum())
     padded = -(-total // pad_multiple) * pad_multiple
-    token_ids = np.zeros(padded, np.int64)
-    position_ids = np.zeros(padded, np.int64)
-    labels = np.zeros(padded, np.int64)
-    loss_mask = np.zeros(padded, np.bool_)
-    behaviour = np.zeros(padded, np.float32)
-    advantages = np.zeros(padded, np.float32)
-    versions = np.full(padded, -1, np.int32)
-    sequence_index = np.full(padded, -1, np.int64)
-    replay = route_shape is not None and any(s.trajectory.routes is not None for s in samples)
-    routes = spread_routes(padded, route_shape) if replay and route_shape is not None else None
-    routes_valid = np.zeros(padded, np.bool_)
-    starts, at = [0], 0
-    for index, sample in enumerate(samples):
-        t = sample.trajectory
-        prompt, end = len(t.prompt_ids), at + t.tokens
-        token_ids[at : at + prompt] = t.prompt_ids
-        token_ids[at + prompt : end] = t.response_ids
-        position_ids[at:end] = np.arange(t.tokens)
-        labels[at : end - 1] = token_ids[at + 1 : end]
-        predicts = slice(at + prompt - 1, end - 1)
-        loss_mask[predicts] = t.loss_mask
-        behaviour[predicts] = t.log_probs
-        advantages[predicts] = sample.advantages
-        versions[predicts] = t.token_versions()
-        sequence_index[at:end] = index if numbers is None else numbers[index]
-        if routes is not None and route_shape is not None and t.routes is not None:
-            routing = route_shape.routing
-            routes[at : end - 1, routing] = check_routes(t.routes, route_shape)
-            routes_valid[at : end - 1] = True
-        starts.append(end)
-        at = end
-    position_ids[at:] = np.arange(padded - at)
+    # Response token j of a sequence that ends at e lies at e - response + j, and is predicted one row before.
+    predicts = np.repeat(ends - np.cumsum(responses) - 1, responses) + np.arange(responses.sum())
+
+    def laid(rows: Any, parts: Sequence[np.ndarray[Any, Any]], fill: float, dtype: type[np.generic]) -> Tensor:
+        out = np.full(padded, fill, dtype)
+        if parts:
+            out[rows] = np.concatenate(parts)
+        return torch.from_numpy(out)
+
+    token_ids = laid(slice(total), [part for t in trajectories for part in (t.prompt_ids, t.response_ids)], 0, np.int64)
+    labels = torch.zeros_like(token_ids)
+    labels[: max(total - 1, 0)] = token_ids[1:total]
+    labels[ends - 1] = 0
+    routes, routes_valid = _lay_routes(trajectories, ends, padded, route_shape)
     return MicroBatch(
-        token_ids=torch.from_numpy(token_ids),
-        position_ids=torch.from_numpy(position_ids),
-        sequence_starts=torch.tensor(starts, dtype=torch.int32),
-        labels=torch.from_numpy(labels),
-        loss_mask=torch.from_numpy(loss_mask),
-        behaviour_log_probs=torch.from_numpy(behaviour),
-        advantages=torch.from_numpy(advantages),
-        versions=torch.from_numpy(versions),
-        sequence_index=torch.from_numpy(sequence_index),
-        routes=None if routes is None else torch.from_numpy(routes),
-        routes_valid=None if routes is None else torch.from_numpy(routes_valid),
+        token_ids=token_ids,
+        position_ids=torch.from_numpy(
+            np.arange(padded) - np.repeat([*(ends - lengths), total], [*lengths, padded - total])
+        ),
+        sequence_starts=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+        labels=labels,
+        loss_mask=laid(predicts, [t.loss_mask for t in trajectories], False, np.bool_),
+        behaviour_log_probs=laid(predicts, [t.log_probs for t in trajectories], 0, np.float32),
+        advantages=laid(predicts, [s.advantages for s in samples], 0, np.float32),
+        versions=laid(predicts, [t.token_versions() for t in trajectories], -1, np.int32),
+        sequence_index=laid(
+            slice(total), [np.repeat(np.arange(len(samples)) if numbers is None else numbers, lengths)], -1, np.int64
+        ),
+        routes=routes,
+        routes_valid=routes_valid,
     )
+
+
+def _lay_routes(
+    trajectories: Sequence[Trajectory], ends: np.ndarray[Any, Any], rows: int, shape: RouteShape | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """`routes` and `routes_valid` of a micro-batch: each trace on the rows of all tokens but its sequence's last."""
+    traced = [(t, int(end)) for t, end in zip(trajectories, ends, strict=True) if t.routes is not None]
+    if shape is None or not traced:
+        return None, None
+    valid = np.zeros(rows, np.bool_)
+    for t, end in traced:
+        valid[end - t.tokens : end - 1] = True
+    routes = spread_routes(rows, shape)
+    routes[valid.nonzero()[0][:, None], shape.routing] = check_traces([t.routes for t, _ in traced], shape)
+    return torch.from_numpy(routes), torch.from_numpy(valid)
 
 
 def spread_routes(rows: int, shape: RouteShape) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -230,6 +235,13 @@ def check_routes(routes: np.ndarray[Any, Any], shape: RouteShape) -> np.ndarray[
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ValueError("routes name the same expert twice for one token")
     return part
+
+
+def check_traces(traces: Sequence[Any], shape: RouteShape) -> np.ndarray[Any, Any]:
+    """`check_routes` of several traces, whose rows follow one another; all at once where they have one form."""
+    if len({trace.shape[1:] for trace in traces}) == 1:
+        return check_routes(np.concatenate(traces), shape)
+    return np.concatenate([check_routes(trace, shape) for trace in traces])
 
 
 def padding_share(micro_batches: Sequence[MicroBatch]) -> float:

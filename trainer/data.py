@@ -6,7 +6,8 @@ and a group that cannot be trained is named, never skipped silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from broker.errors import BrokerError, BrokerUnavailable, CorruptPayload
 from broker.types import Delivery, Group, InvalidTrajectory, check_group
 from trainer.advantages import Rewards, all_equal, batch_deviation, group_advantages, sums
-from trainer.batch import MicroBatch, RouteShape, Sample, balance, check_routes, pack, plan
+from trainer.batch import MicroBatch, RouteShape, Sample, balance, check_traces, pack, plan
 from trainer.losses.catalogue import LossSettings
 from trainer.ports import Ranks, TrainerBroker
 
@@ -66,9 +67,9 @@ def _fetch_one(broker: TrainerBroker, group_id: int, problems: dict[int, str]) -
 def _problem(group: Group, route_shape: RouteShape | None) -> str | None:
     try:
         check_group(group)
-        for trajectory in group.trajectories:
-            if route_shape is not None and trajectory.routes is not None:
-                check_routes(trajectory.routes, route_shape)
+        traces = [t.routes for t in group.trajectories if t.routes is not None]
+        if route_shape is not None and traces:
+            check_traces(traces, route_shape)
     except (InvalidTrajectory, ValueError) as error:
         return str(error)
     return None
@@ -126,26 +127,28 @@ def most_over_ranks(ranks: Ranks) -> Callable[[int], int]:
     return most
 
 
+def tokens_by_version(groups: Iterable[Group]) -> dict[int, int]:
+    """Trainable tokens by the version that sampled them."""
+    out: Counter[int] = Counter()
+    for group in groups:
+        for t in group.trajectories:
+            for run in t.versions:
+                out[run.version] += int(np.count_nonzero(t.loss_mask[run.start : run.start + run.length]))
+    return out
+
+
 def tokens_by_lag(groups: Sequence[Group], version: int, size: int) -> torch.Tensor:
     """int64 [size]: trainable tokens of groups with a gradient by lag; lags beyond count in the last."""
-    out = np.zeros(size, np.int64)
-    for group in groups:
-        if is_filtered(group):
-            continue
-        for t in group.trajectories:
-            lags = version - t.token_versions()[t.loss_mask]
-            np.add.at(out, np.clip(lags, 0, size - 1), 1)
-    return torch.from_numpy(out)
+    out = torch.zeros(size, dtype=torch.int64)
+    for sampled, tokens in tokens_by_version(g for g in groups if not is_filtered(g)).items():
+        out[min(max(version - sampled, 0), size - 1)] += tokens
+    return out
 
 
 def tokens_beyond(groups: Sequence[Group], version: int, max_lag: int) -> int:
     """Trainable tokens that invariant 1 forbids to train: lag above the bound, or sampled by a version yet to come."""
-    total = 0
-    for group in groups:
-        for t in group.trajectories:
-            lags = version - t.token_versions()[t.loss_mask]
-            total += int(((lags > max_lag) | (lags < 0)).sum())
-    return total
+    found = tokens_by_version(groups)
+    return sum(tokens for sampled, tokens in found.items() if not 0 <= version - sampled <= max_lag)
 
 
 def reward_sums(groups: Sequence[Group]) -> torch.Tensor:

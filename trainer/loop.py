@@ -39,9 +39,8 @@ from trainer.data import (
 from trainer.failed_batch import save_failed_batch
 from trainer.keeper import Keeper
 from trainer.losses.catalogue import LossSettings, loss_settings
-from trainer.losses.policy import StepContext
 from trainer.losses.sat import Gate
-from trainer.losses.step import loss_function, prepare
+from trainer.losses.step import StepLoss
 from trainer.ports import CheckpointPort, MetricsSink, PolicyPort, Ranks, TrainerBroker
 from trainer.progress import Progress, RunFailed, share_numbers
 from trainer.quantile import SumCounts, alone
@@ -176,13 +175,11 @@ class Trainer:
             budget, multiple = self.config.trainer.micro_batch_tokens, self.config.trainer.layout.tensor
             batches = micro_batches(samples, budget, self.route_shape, multiple, self.ranks)
             filtered = self._filtered(choice.deliveries, share, groups)
-        batches, context = self._prepare(batches, watch)
+        batches, loss = self._prepare(batches, watch)
         bound = self._check_bound(groups)
         with watch.measure("forward_backward_s"):
             reports = self.policy.forward_backward(
-                batches,
-                loss_function(self.settings, context),
-                entropy_gradient=self.settings.entropy_coefficient > 0,
+                batches, loss, entropy_gradient=self.settings.entropy_coefficient > 0
             )
             self._check_finite(reports, batches, groups)
         record, gate = step_statistics(
@@ -191,7 +188,7 @@ class Trainer:
             version=p.version,
             max_lag=bound,
             settings=self.settings,
-            gate=context.gate,
+            gate=loss.context.gate,
             sum_over=self._sum,
         )
         optimizer = self.config.trainer.optimizer
@@ -249,16 +246,18 @@ class Trainer:
         self._keeper.check()  # a version that cannot be written would be waited for without end
         return self.broker.pull(self.progress.epoch, self.progress.version, self.config.trainer.groups_per_step)
 
-    def _prepare(self, batches: list[MicroBatch], watch: Stopwatch) -> tuple[list[MicroBatch], StepContext]:
-        """The micro-batches with all that the loss wants of each, and what it wants to know of the whole step."""
-        log_probs: list[Tensor] | None = None
+    def _prepare(self, batches: list[MicroBatch], watch: Stopwatch) -> tuple[list[MicroBatch], StepLoss]:
+        """The micro-batches with all that the loss wants of each, and the loss with what it wants to know of all."""
+        loss = StepLoss(self.settings, previous=self.progress.gate, sum_over=self._sum)
         with watch.measure("log_prob_s"):
-            if self.settings.needs_log_prob_pass:
-                log_probs = [scores.log_probs for scores in self.policy.log_probs(batches)]
             if self.settings.reference_kl:
                 found = self.policy.reference_log_probs(batches)
                 batches = [replace(b, reference_log_probs=s.log_probs) for b, s in zip(batches, found, strict=True)]
-        return batches, prepare(self.settings, batches, log_probs, previous=self.progress.gate, sum_over=self._sum)
+            if not self.settings.needs_log_prob_pass:
+                loss.measure(batches, None)
+            elif len(batches) > 1 or self.config.trainer.layout.pipeline > 1:  # other stages see no loss
+                loss.measure(batches, [scores.log_probs for scores in self.policy.log_probs(batches)])
+        return batches, loss
 
     def _check_bound(self, groups: Sequence[Group]) -> int:
         """Invariant 1, the last check before the update; returns the bound that holds now."""

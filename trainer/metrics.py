@@ -1,7 +1,8 @@
 """Writes one record a step to runs/<id>/metrics.jsonl.
 
 Invariant: every line is one whole JSON object without NaN or infinity; after a resume the file holds no step beyond the
-checkpoint, so that each step of the surviving history appears once.
+checkpoint, so that each step of the surviving history appears once. The evaluator adds lines of its own (rollout/
+evaluation/follow.py), which are kept and dropped with their steps.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def _step_of(line: str) -> int | None:
+    """Of a step's record, or of the version that an evaluation scored ({"evaluation": {"step": ...}})."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        record = json.loads(line)
+        step = record.get("evaluation", record)["step"]
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return step if isinstance(step, int) else None

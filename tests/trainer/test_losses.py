@@ -15,6 +15,7 @@ from configs.load import ConfigError
 from tests.trainer.helpers import flat_batch, given, settings, step_loss
 from trainer.losses.catalogue import CATALOGUE
 from trainer.losses.policy import FUNCTIONS
+from trainer.losses.step import StepLoss
 
 Row = list[tuple[float, float, float, bool]]  # (log mu, log pi - log mu, advantage, trainable)
 
@@ -231,3 +232,20 @@ def test_the_reference_penalty_is_the_k3_estimate_with_its_gradient_whatever_the
         assert sum(float(r["reference_kl"].sum()) for r in reports) == pytest.approx(2 * 3 * want, rel=1e-5)
     with pytest.raises(ValueError, match="reference_log_probs"):
         step_loss(chosen, [plain], [torch.cat(log_probs)])
+
+
+@pytest.mark.parametrize("name", ["sat-grpo", "sat-gspo", "m2po"])
+def test_a_step_of_one_micro_batch_is_measured_on_its_own_forward_pass_to_the_same_loss(name: str) -> None:
+    torch.manual_seed(1)
+    batch = flat_batch([[-1.0] * 30, [-2.0] * 9], [[1.0] * 30, [-1.0] * 9], padding=3)
+    log_probs = batch.behaviour_log_probs + 0.4 * torch.randn(batch.tokens)
+    chosen = settings(name)
+    want, gradients, _ = step_loss(chosen, [batch], [log_probs])
+    loss, leaf = StepLoss(chosen), log_probs.clone().requires_grad_()
+    value, _ = loss(batch, leaf, torch.ones(batch.tokens))
+    value.backward()
+    assert float(value.detach()) == want
+    assert torch.equal(leaf.grad, gradients[0])
+    assert loss.context.gate is not None or loss.context.threshold is not None
+    with pytest.raises(ValueError, match="several micro-batches"):
+        loss(flat_batch([[-1.0]], [[1.0]]), torch.zeros(1), torch.zeros(1))

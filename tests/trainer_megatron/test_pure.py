@@ -118,18 +118,22 @@ def test_a_recomputed_layer_gets_the_experts_of_its_own_micro_batch_in_one_forwa
         replay.finish(training=True)
 
 
+@pytest.mark.parametrize("most_kept", [0, 100])
+@pytest.mark.parametrize("entropy", [0.0, 1.0])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_chunked_scores_and_their_gradients_equal_those_of_whole_logits(chunk: int) -> None:
+def test_chunked_scores_and_their_gradients_equal_those_of_whole_logits(
+    chunk: int, entropy: float, most_kept: int
+) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(7, 5, requires_grad=True)
     weight = torch.randn(11, 5, requires_grad=True)
     labels = torch.randint(0, 11, (7,))
-    pull = torch.randn(2, 7)
+    pull = torch.randn(2, 7) * torch.tensor([[1.0], [entropy]])
 
     log_p = (hidden @ weight.t() / 0.6).log_softmax(-1)
     want = torch.stack((log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
     want_gradients = torch.autograd.grad((want * pull).sum(), (hidden, weight))
-    got = token_scores(hidden, weight, labels, 0.6, chunk=chunk)
+    got = token_scores(hidden, weight, labels, 0.6, chunk=chunk, most_kept=most_kept)
     got_gradients = torch.autograd.grad((got * pull).sum(), (hidden, weight))
 
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
@@ -259,7 +263,7 @@ def test_scores_never_hold_the_logits_of_more_than_one_chunk_of_rows() -> None:
     hidden = torch.randn(rows, 5, requires_grad=True)
     weight = torch.randn(vocabulary, 5, requires_grad=True)
     with Watch():
-        scores = token_scores(hidden, weight, torch.arange(rows), 1.0, chunk=chunk)
+        scores = token_scores(hidden, weight, torch.arange(rows), 1.0, chunk=chunk, most_kept=rows * vocabulary - 1)
         forward = len(widest)
         scores.sum().backward()
     assert 0 < forward < len(widest)  # both passes were watched

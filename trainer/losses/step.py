@@ -109,6 +109,39 @@ def loss_function(settings: LossSettings, context: StepContext) -> LossFunction:
     return evaluate
 
 
+class StepLoss:
+    """The loss of one optimizer step, as forward_backward calls it: what it must know of the step is measured once.
+
+    Either before the first micro-batch, by `measure`; or, where every rank has one micro-batch alone, by the first
+    call: that micro-batch's forward pass is the log-prob pass that the settings want, and no other is made. Collective.
+    """
+
+    def __init__(self, settings: LossSettings, *, previous: Gate | None = None, sum_over: SumCounts = alone) -> None:
+        self._settings, self._previous, self._sum_over = settings, previous, sum_over
+        self._context: StepContext | None = None
+        self._only: MicroBatch | None = None
+
+    @property
+    def context(self) -> StepContext:
+        """What was measured."""
+        if self._context is None:
+            raise ValueError("the step is not measured yet")
+        return self._context
+
+    def measure(self, batches: Sequence[MicroBatch], log_probs: Sequence[Tensor] | None) -> None:
+        """See `prepare`."""
+        self._context = prepare(self._settings, batches, log_probs, previous=self._previous, sum_over=self._sum_over)
+
+    def __call__(self, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `loss_function`."""
+        if self._context is None:
+            self._only = batch
+            self.measure([batch], [log_probs.detach()])
+        elif self._only is not None and self._only is not batch:
+            raise ValueError("a step of several micro-batches is to be measured before the first of them")
+        return loss_function(self._settings, self.context)(batch, log_probs, entropy)
+
+
 def reference_penalty(batch: MicroBatch, tokens: Tokens) -> Tensor:
     """k3 = exp(f - l) - (f - l) - 1 of each token, [T], with gradient; f = batch.reference_log_probs.
 

@@ -68,6 +68,7 @@ class PolicyModel:
         self.parts = parts
         self._source = source
         self._replayed: Tensor | None = None
+        self._finite: bool | None = None  # of the gradients that are there; None: not looked at yet
         # Before a checkpoint is loaded, the parameters are those of model.path: the reference, whatever came after.
         wanted = config.trainer.loss.reference_kl > 0
         self._reference = [p.detach().to("cpu", copy=True) for p in parts.gpt.parameters()] if wanted else None
@@ -162,6 +163,7 @@ class PolicyModel:
         from trainer.megatron import schedule  # noqa: PLC0415 - after compat.install
 
         mode, device = self.config.trainer.routing_replay, self.parallel.device
+        self._finite = None
         items = [schedule.prepare(batch, self.parts, mode, device) for batch in micro_batches]
         finished = False
         try:
@@ -196,13 +198,15 @@ class PolicyModel:
         )
 
     def gradients_finite(self) -> bool:
-        """True if every gradient on every rank is finite; the same answer on every rank."""
-        ddp = self.parts.wrapped
-        buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
-        finite = torch.stack([torch.isfinite(buffer.grad_data).all() for buffer in buffers]).all().int()
-        if self.parallel.world > 1:
-            dist.all_reduce(finite, dist.ReduceOp.MIN)
-        return bool(finite)
+        """True if every gradient on every rank is finite; the same answer on every rank. Looked at once a step."""
+        if self._finite is None:
+            ddp = self.parts.wrapped
+            buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
+            finite = torch.stack([torch.isfinite(buffer.grad_data.sum()) for buffer in buffers]).all().int()
+            if self.parallel.world > 1:
+                dist.all_reduce(finite, dist.ReduceOp.MIN)
+            self._finite = bool(finite)
+        return self._finite
 
     def optimizer_step(self, learning_rate: float) -> tuple[float, bool]:
         """Clip and apply the gradients, then zero them: (global norm before clipping, applied).
@@ -221,6 +225,7 @@ class PolicyModel:
 
     def zero_gradients(self) -> None:
         """Drop what forward_backward added."""
+        self._finite = None
         self.parts.wrapped.zero_grad_buffer()
         self.parts.optimizer.zero_grad()
 
