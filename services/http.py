@@ -68,6 +68,17 @@ class Refusal(HTTPException):
         super().__init__(status_code=status, detail={"reason": reason, "message": message})
 
 
+# What the OpenAPI document says of every request that changes something: this module answers so by itself.
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: {"model": ErrorAnswer, "description": "The bearer token is missing or wrong."},
+    403: {"model": ErrorAnswer, "description": "Another site's page asked for it."},
+    411: {"model": ErrorAnswer, "description": "The body comes without its length."},
+    413: {"model": ErrorAnswer, "description": "The body is too large."},
+    422: {"model": ErrorAnswer, "description": "The body is not what is expected."},
+    503: {"model": ErrorAnswer, "description": "Redis does not answer."},
+}
+
+
 class OpenServiceError(Exception):
     """The service would listen beyond this machine without a token."""
 

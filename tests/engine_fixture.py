@@ -32,7 +32,7 @@ START_S = 420.0  # 25 to 40 s on a quiet machine, minutes on one that is overloa
 KEY = "key-of-the-tests"
 RUN_ENGINE = (
     "import sys; from pathlib import Path; from configs.load import load_config; from rollout.engine import main; "
-    "sys.exit(main(load_config(Path(sys.argv[1])), 0))"
+    "sys.exit(main(load_config(Path(sys.argv[1])), int(sys.argv[2])))"
 )
 
 
@@ -110,15 +110,19 @@ def launch_engine(
     save_config(config, config.run.folder / "config.yaml")
     broker = Broker.connect(redis_url, config.run.id, timeout_s=5)
     broker.initialise(config)
+    return config, broker, supervise(config, 0)
+
+
+def supervise(config: RunConfig, index: int) -> subprocess.Popen[bytes]:
+    """Start `lagrange engine` number `index` of a run whose configuration was saved."""
     with (config.run.folder / "supervisor.log").open("ab") as log:
-        supervisor = subprocess.Popen(
-            [sys.executable, "-c", RUN_ENGINE, str(config.run.folder / "config.yaml")],
+        return subprocess.Popen(
+            [sys.executable, "-c", RUN_ENGINE, str(config.run.folder / "config.yaml"), str(index)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "LAGRANGE_ENGINE_API_KEY": KEY},
         )
-    return config, broker, supervisor
 
 
 def start_engine(directory: Path, redis_url: str, tiny: TinyModel | None = None) -> RealEngine:

@@ -17,19 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from broker.errors import BrokerError
 from broker.queue import Command
 from broker.types import Steered
-from services.http import ErrorAnswer, Refusal, requires_token
+from services.http import REFUSALS, ErrorAnswer, Refusal, requires_token
 
 log = structlog.get_logger()
 T = TypeVar("T")
 LARGEST_LAG = 1024
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    401: {"model": ErrorAnswer, "description": "The token is missing or wrong."},
+    **REFUSALS,
     403: {"model": ErrorAnswer, "description": "The monitor has no token, or another site's page asked for it."},
     409: {"model": ErrorAnswer, "description": "Not possible now; the reason says why. Nothing was changed."},
-    411: {"model": ErrorAnswer, "description": "The body comes without its length."},
-    413: {"model": ErrorAnswer, "description": "The body is too large."},
-    422: {"model": ErrorAnswer, "description": "The body is not what is expected."},
-    503: {"model": ErrorAnswer, "description": "Redis does not answer."},
 }
 
 

@@ -14,124 +14,32 @@ from typing import Annotated, Any
 import httpx
 from fastapi import FastAPI, Query, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
 
 from broker.errors import BrokerError
-from services.http import NO_EXTERNAL_DOCS, ErrorAnswer, Problem, Refusal, harden, requires_token
+from services.http import NO_EXTERNAL_DOCS, REFUSALS, ErrorAnswer, Problem, Refusal, harden, requires_token
 from services.weight_sync import fleet
+from services.weight_sync.answers import (
+    EnginesAnswer,
+    JoinAnswer,
+    JoinRequest,
+    LeaveAnswer,
+    State,
+    SyncAnswer,
+    SyncError,
+    SyncRequest,
+    VersionsAnswer,
+    engines_answer,
+    versions_answer,
+)
 from services.weight_sync.metrics import render
 from services.weight_sync.reconciler import Reconciler
 
 STALE_S = 15.0
 ERRORS: dict[int | str, dict[str, Any]] = {
-    401: {"model": ErrorAnswer, "description": "The bearer token is missing or wrong."},
-    403: {"model": ErrorAnswer, "description": "Another site's page asked for it."},
+    **REFUSALS,
     409: {"model": ErrorAnswer, "description": "There is nothing to load: no version is published."},
-    413: {"model": ErrorAnswer, "description": "The body is too large."},
-    422: {"model": ErrorAnswer, "description": "The body is not what is expected."},
     503: {"model": ErrorAnswer, "description": "Redis does not answer, or another process leads."},
 }
-
-
-class EngineAnswer(BaseModel):
-    """One engine. version: the confirmed one, -1: none; it is routable only in state `serving`."""
-
-    engine_id: str = Field(examples=["engine-0"])
-    state: str = Field(examples=["serving"])
-    version: int = Field(examples=[42])
-    target: int = Field(examples=[42], description="Version of the last load that was begun, -1: none.")
-    routable: bool
-    behind_published: int | None = Field(
-        examples=[0], description="Newest published version less this engine's; null: none."
-    )
-    checksum: str = Field(description="Over names and checksums of all parameters, as the engine reported them.")
-    detail: str = Field(description="Why it is in this state.")
-    may_be_paused: bool
-    failures_in_a_row: int
-    updates: int
-    failures: int
-    last_load_seconds: float
-    last_pause_seconds: float
-    last_unroutable_seconds: float
-
-
-class EnginesAnswer(BaseModel):
-    """All registered engines, as this process sees them. leads: false while another process does the work."""
-
-    leads: bool
-    leader: str = Field(examples=["sync-0-17-a1b2c3"], description="Process that does the work.")
-    published: int | None = Field(examples=[42], description="Newest published version.")
-    staged: int | None = Field(examples=[42], description="Newest version that was checked and may be loaded.")
-    staging_problem: str
-    seconds_since_look: float | None = Field(description="Age of what is shown; null: Redis never answered.")
-    engines: list[EngineAnswer]
-
-
-class VersionAnswer(BaseModel):
-    """One published version. published_ms: server time."""
-
-    version: int
-    step: int
-    checksum: str
-    published_ms: int
-    engines: list[str] = Field(description="Engines that are confirmed with it.")
-
-
-class VersionsAnswer(BaseModel):
-    """Versions that are still known, oldest first."""
-
-    published: int | None
-    versions: list[VersionAnswer]
-
-
-class SyncRequest(BaseModel):
-    """timeout_s: how long to wait for the engines, in seconds."""
-
-    model_config = ConfigDict(extra="forbid")
-    timeout_s: float = Field(30.0, gt=0, le=300)
-
-
-class JoinRequest(BaseModel):
-    """An engine that runs elsewhere, under a name that is unique in the run."""
-
-    model_config = ConfigDict(extra="forbid")
-    engine_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9@._:-]{0,99}$", examples=["engine-7"])
-    url: str = Field(max_length=300, examples=["http://10.0.0.7:30000"])
-
-
-class JoinAnswer(BaseModel):
-    """The engine is registered. It gets requests only once its state is `serving` (GET /v1/engines)."""
-
-    engine_id: str = Field(examples=["engine-7"])
-    state: str = Field(examples=["joining"])
-    created: bool = Field(description="False if it was registered before; nothing was changed then.")
-
-
-class LeaveAnswer(BaseModel):
-    """The engine gets no more requests and none runs on it."""
-
-    engine_id: str = Field(examples=["engine-7"])
-    drained: bool = Field(description="Its requests ended by themselves; false: the rest was aborted.")
-    reachable: bool = Field(description="False: it did not answer, so what ran on it is lost to it.")
-
-
-class SyncAnswer(BaseModel):
-    """Every engine was confirmed with `version` (or a newer one) at that moment."""
-
-    version: int
-    engines: list[str]
-
-
-class SyncError(ErrorAnswer):
-    """Engines that are not confirmed with the newest version."""
-
-    lagging: list[str]
-
-
-class State(BaseModel):
-    """Whether the process works."""
-
-    status: str = Field(examples=["ok"])
 
 
 def create_app(
@@ -174,7 +82,7 @@ def create_app(
     @app.get("/v1/engines")
     async def engines() -> EnginesAnswer:
         """Every registered engine, its state and its confirmed version."""
-        return _engines(reconciler)
+        return engines_answer(reconciler)
 
     @app.get("/v1/versions", responses={503: {"model": ErrorAnswer}})
     async def versions() -> VersionsAnswer:
@@ -183,23 +91,7 @@ def create_app(
             records = await asyncio.to_thread(reconciler.registry.versions)
         except BrokerError as error:
             raise Refusal(503, "unavailable", "Redis does not answer.") from error
-        return VersionsAnswer(
-            published=reconciler.published.version if reconciler.published else None,
-            versions=[
-                VersionAnswer(
-                    version=r.version,
-                    step=r.step,
-                    checksum=r.checksum,
-                    published_ms=r.published_ms,
-                    engines=[
-                        m.shown.engine_id
-                        for m in reconciler.members.values()
-                        if m.shown.routable and m.shown.version == r.version
-                    ],
-                )
-                for r in sorted(records, key=lambda r: r.version)
-            ],
-        )
+        return versions_answer(reconciler, records)
 
     @app.post(
         "/v1/engines",
@@ -273,40 +165,8 @@ def _fresh(reconciler: Reconciler) -> None:
 
 
 def _standby(reconciler: Reconciler) -> None:
-    if reconciler.leader not in ("", reconciler.identity):
-        raise Refusal(503, "standby", f"This process stands by; {reconciler.leader} leads. Ask that one.")
-
-
-def _engines(reconciler: Reconciler) -> EnginesAnswer:
-    published, staged = reconciler.published, reconciler.staged
-    return EnginesAnswer(
-        leads=reconciler.leads(),
-        leader=reconciler.leader,
-        published=published.version if published else None,
-        staged=staged.version if staged else None,
-        staging_problem=reconciler.staging_problem,
-        seconds_since_look=None if reconciler.last_look is None else reconciler.clock() - reconciler.last_look,
-        engines=[
-            EngineAnswer(
-                engine_id=m.shown.engine_id,
-                state=m.shown.state,
-                version=m.shown.version,
-                target=m.life.target,
-                routable=m.shown.routable,
-                behind_published=published.version - m.shown.version if published and m.shown.version >= 0 else None,
-                checksum=m.shown.checksum,
-                detail=m.shown.detail,
-                may_be_paused=m.life.maybe_paused,
-                failures_in_a_row=m.life.failures,
-                updates=m.figures.updates,
-                failures=m.figures.failures,
-                last_load_seconds=m.figures.last_load_seconds,
-                last_pause_seconds=m.figures.last_pause_seconds,
-                last_unroutable_seconds=m.figures.last_unroutable_seconds,
-            )
-            for m in reconciler.members.values()
-        ],
-    )
+    if not reconciler.lease.alone():
+        raise Refusal(503, "standby", f"This process stands by; {reconciler.lease.leader} leads. Ask that one.")
 
 
 async def _sync(reconciler: Reconciler, timeout_s: float) -> Any:

@@ -125,19 +125,19 @@ class Link:
 
 
 class Distributed:
-    """See the module. wake: called when a group was made, or could not be."""
+    """See the module. wake: called when a group was made, or could not be. links: by engine."""
 
     one_call = False
 
     def __init__(self, reach: Reach, wake: Callable[[], None]) -> None:
         self.fallbacks = 0
+        self.links: dict[str, Link] = {}
         self._reach, self._wake = reach, wake
-        self._links: dict[str, Link] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def ready(self, engine: EngineRecord, client: EngineClient, staged: Staged, waited_s: float) -> bool:
         """Whether there is a group with the engine's present process, or none could be made."""
-        link = self._links.get(engine.engine_id)
+        link = self.links.get(engine.engine_id)
         if link is None or link.made_for != (engine.url, engine.pid):
             if link is not None:
                 ending = asyncio.create_task(self._end(link))
@@ -145,16 +145,16 @@ class Distributed:
                 ending.add_done_callback(self._ending.discard)
             link = Link((engine.url, engine.pid))
             link.making = asyncio.create_task(self._make(link, group_of(engine), client), name=group_of(engine))
-            self._links[engine.engine_id] = link
+            self.links[engine.engine_id] = link
         return link.making is None or link.making.done()
 
     async def load(
         self, engine: EngineRecord, client: EngineClient, staged: Staged, name: str, *, drain: bool
     ) -> Done[None] | Lost:
         """See Transport; the engine is paused."""
-        link = self._links.get(engine.engine_id)
+        link = self.links.get(engine.engine_id)
         if link is None or link.sender is None:
-            self._links.pop(engine.engine_id, None)  # the next version gets a new try
+            self.links.pop(engine.engine_id, None)  # the next version gets a new try
             self.fallbacks += 1
             return await client.load(staged.folder, name, drain=drain)
         outcome: Done[None] | Lost = Lost("given up")
@@ -167,7 +167,7 @@ class Distributed:
 
     async def close(self) -> None:
         """End all senders."""
-        links, self._links = list(self._links.values()), {}
+        links, self.links = list(self.links.values()), {}
         await asyncio.gather(*(self._end(link) for link in links), *self._ending)
 
     async def _make(self, link: Link, group: str, client: EngineClient) -> None:

@@ -19,6 +19,7 @@ from broker.types import EngineRecord, EngineState
 from services.weight_sync import lifecycle as lc
 from services.weight_sync.checksums import Verdict, compare, overall
 from services.weight_sync.engine_client import Done, EngineClient, Lost, Served
+from services.weight_sync.lease import Lease
 from services.weight_sync.ports import Registry
 from services.weight_sync.staging import Staged
 from services.weight_sync.strategy import is_out
@@ -34,17 +35,12 @@ class Fleet(Protocol):
     policy: lc.Policy
     registry: Registry
     transport: Transport
+    lease: Lease
     clock: Callable[[], float]
 
     @property
     def staged(self) -> Staged | None:
         """The newest version that may be loaded."""
-
-    def leads(self) -> bool:
-        """Whether this process may act on engines now."""
-
-    def alone(self) -> bool:
-        """Whether no other process is known to lead."""
 
     def wanted(self, member: Member) -> int | None:
         """The version that a member may be brought to now; None: it stays as it is."""
@@ -115,7 +111,7 @@ class Member:
                     return
                 last, event = command, await self._carry_out(fleet, command)
         except asyncio.CancelledError:
-            if self.life.maybe_paused and fleet.alone():  # else whoever leads continues it
+            if self.life.maybe_paused and fleet.lease.alone():  # else whoever leads continues it
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SHUTDOWN_CONTINUE_S):
                         await self.client.resume()
@@ -241,9 +237,9 @@ class Member:
 
 def _allowed(fleet: Fleet, command: lc.Command | None) -> bool:
     """Whether a command may be carried out: all by the leader; a continue also when nobody else is known to lead."""
-    if command is None or isinstance(command, lc.Probe) or fleet.leads():
+    if command is None or isinstance(command, lc.Probe) or fleet.lease.leads():
         return True
-    return isinstance(command, lc.Continue) and fleet.alone()
+    return isinstance(command, lc.Continue) and fleet.lease.alone()
 
 
 def unverified(version: int) -> str:

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import httpx
 import structlog
 
-from broker.errors import BrokerError, NotInitialised
+from broker.errors import BrokerError
 from broker.logs import bind_version
 from broker.types import EngineRecord, EngineState, VersionRecord
 from rollout.ports import LEFT
 from services.weight_sync import lifecycle as lc
 from services.weight_sync.engine_client import EngineClient, Timeouts
+from services.weight_sync.lease import Lease
 from services.weight_sync.member import Member
 from services.weight_sync.ports import Registry
 from services.weight_sync.staging import IncompleteVersion, Staged, stage
@@ -34,7 +32,6 @@ from services.weight_sync.transports import Disk, Transport
 
 log = structlog.get_logger()
 REFERENCES_KEPT = 64
-ROLE = "weight-sync"
 IDLE_POLL_S = 0.05
 EXPIRED_MS = 10_000  # a supervisor says every second that it lives (rollout/engine.py)
 
@@ -90,9 +87,7 @@ class Reconciler:
         self._staged_at = 0.0
         self._staging: asyncio.Task[None] | None = None
         self._staging_not_before = 0.0
-        self.identity = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.leader = ""  # who leads, "": not known
-        self._leads_until = float("-inf")
+        self.lease = Lease(registry, settings.lease_s, clock)
         self._references: dict[int, tuple[str, str]] = {}  # version -> (checksum of its files, of the engine's weights)
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -101,14 +96,6 @@ class Reconciler:
     def staged(self) -> Staged | None:
         """The newest version that may be loaded."""
         return self._staged
-
-    def leads(self) -> bool:
-        """Whether this process may act on engines now."""
-        return self.clock() < self._leads_until
-
-    def alone(self) -> bool:
-        """Whether no other process is known to lead; then a pause of ours is ended even if Redis does not answer."""
-        return self.leader in ("", self.identity)
 
     def wanted(self, member: Member) -> int | None:
         """The version that a member may be brought to now; None: it stays as it is."""
@@ -183,8 +170,7 @@ class Reconciler:
         finally:
             await self._cancel_all()
             await self.transport.close()
-            with contextlib.suppress(BrokerError):
-                await asyncio.to_thread(self.registry.hold, ROLE, self.identity, 0)
+            await self.lease.give_up()
             changes.close()
 
     async def look(self) -> None:
@@ -211,18 +197,12 @@ class Reconciler:
                 self.members[record.engine_id].expired = record.pid > 0 and now_ms - record.heartbeat_ms > EXPIRED_MS
 
     async def _lead(self) -> bool:
-        """Take or renew the lease; whatever is under way stops when another process has it."""
-        asked = self.clock()
-        try:
-            self.leader = await asyncio.to_thread(self.registry.hold, ROLE, self.identity, self._settings.lease_s)
-        except NotInitialised:  # nothing can be registered before the run is initialised, so there is nothing to act on
-            return True
-        if self.leader == self.identity:
-            self._leads_until = asked + self._settings.lease_s
+        """Whether this process leads; whatever is under way stops when another one does."""
+        if await self.lease.renew():
             return True
         self.last_look = self.clock()
         if self.members:
-            log.warning("another process leads", leader=self.leader)
+            log.warning("another process leads", leader=self.lease.leader)
             await self._cancel_all()
             self.members.clear()
         return False

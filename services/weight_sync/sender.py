@@ -21,11 +21,10 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed import distributed_c10d
 
-C10D: Any = distributed_c10d  # what SGLang's side uses of it has no public name
+dist: Any = torch.distributed
+c10d: Any = dist.distributed_c10d  # what SGLang's side uses of it has no public name
 
 
 class Group:
@@ -33,7 +32,7 @@ class Group:
 
     def __init__(self, address: str, seconds: float) -> None:
         self._limit = timedelta(seconds=seconds)
-        self._store = C10D.TCPStore(address, 0, None, True, self._limit, wait_for_workers=False)
+        self._store = dist.TCPStore(address, 0, None, True, self._limit, wait_for_workers=False)
         self._group: Any = None
         self.device = "cpu"
 
@@ -46,11 +45,11 @@ class Group:
         """As SGLang's init_custom_process_group does on the other side (0.5.23, srt/utils/common.py)."""
         if backend == "nccl":
             self.device = "cuda"
-        store = C10D.PrefixStore(group, self._store)
-        self._group, _ = C10D._new_process_group_helper(
-            world, 0, [], C10D.Backend(backend), store, group_name=group, timeout=self._limit
+        store = dist.PrefixStore(group, self._store)
+        self._group, _ = c10d._new_process_group_helper(
+            world, 0, [], c10d.Backend(backend), store, group_name=group, timeout=self._limit
         )
-        C10D._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
 
     def send(self, tensors: list[tuple[str, str]]) -> int:
         """Broadcast tensors, each named by its file and its name in it, as one flat buffer; its size in bytes."""

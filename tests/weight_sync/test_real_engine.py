@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from broker import delta
 from broker.types import EngineState, VersionRecord
+from rollout.local_copy import Keeper
 from services.weight_sync.checksums import Verdict, compare, expected_checksums
+from services.weight_sync.distributed import Distributed, Reach
 from services.weight_sync.engine_client import Done, EngineClient, Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
-from tests.engine_fixture import RealEngine
+from services.weight_sync.transports import Delta, Disk, Transport
+from tests.engine_fixture import RealEngine, engine_python
 from tests.weight_sync.live import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -56,10 +61,19 @@ def engine(real_engine: RealEngine) -> Iterator[RealEngine]:
     real_engine.broker.register_engine(replace(record, state=EngineState.JOINING, version=-1, checksum=""))
 
 
+def broadcast(reconciler: Reconciler) -> Transport:
+    """From a real sender, over gloo, in buckets of 64 KiB."""
+    python = engine_python()
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    return Distributed(Reach(python, "127.0.0.1", 1, "gloo", 64 << 10, 60.0, environment), reconciler.wake)
+
+
 @contextlib.asynccontextmanager
-async def syncing(engine: RealEngine, *, drain: bool) -> AsyncIterator[Reconciler]:
+async def syncing(
+    engine: RealEngine, *, drain: bool, transport: Callable[[Reconciler], Transport] = lambda _reconciler: Disk()
+) -> AsyncIterator[Reconciler]:
     settings = Settings(
-        policy=Policy(drain=drain),
+        policy=Policy(drain=drain, locked=transport is not broadcast),
         timeouts=Timeouts(probe=20, load=60, pause=30, drain=30),
         interval_s=0.1,
         exact_dtype=engine.config.engine.dtype,
@@ -67,6 +81,7 @@ async def syncing(engine: RealEngine, *, drain: bool) -> AsyncIterator[Reconcile
     )
     async with httpx.AsyncClient(trust_env=False) as http:
         reconciler = Reconciler(engine.broker, http, settings)
+        reconciler.transport = transport(reconciler)
         task = asyncio.create_task(reconciler.run())
         try:
             yield reconciler
@@ -130,3 +145,59 @@ async def test_updates_reach_a_real_engine_verified_exactly_with_and_without_run
         await until(lambda: reconciler.members and reconciler.members["engine-0"].figures.failures == 1, 60)
         await until(lambda: confirmed(second.version), 60)
     assert compare(await checksums(engine), expected_checksums(Path(second.path), "float32"))[0] is Verdict.EXACT
+
+
+class Publisher:
+    """A trainer that only publishes: each version with its delta to the one before."""
+
+    def __init__(self, engine: RealEngine, root: Path) -> None:
+        self._engine, self._root, self._before = engine, root, None
+        self._epoch = engine.broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
+
+    async def publish(self) -> VersionRecord:
+        """The next version, once the engine is confirmed with it."""
+        version = self._engine.broker.name_version(self._epoch)
+        record = export(self._engine, self._root / f"v{version:06d}", version)
+        if self._before is not None:
+            delta.write(self._before, Path(record.path))
+        self._before = Path(record.path)
+        self._engine.broker.publish(self._epoch, record)
+        await until(lambda: self._engine.record().routable and self._engine.record().version == version, 120)
+        return record
+
+
+async def is_exactly(engine: RealEngine, record: VersionRecord) -> bool:
+    """Whether the engine holds a version bit for bit, and samples under its name."""
+    verdict = compare(await checksums(engine), expected_checksums(Path(record.path), "float32"))[0]
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
+    answer = (await asyncio.to_thread(engine.post, "/generate", body)).json()["meta_info"]
+    return verdict is Verdict.EXACT and answer["weight_version"] == str(record.version)
+
+
+async def test_copies_made_from_deltas_reach_a_real_engine_exactly(engine: RealEngine, tmp_path: Path):
+    publisher, keeper = Publisher(engine, tmp_path), Keeper("engine-0", tmp_path / "local", engine.broker)
+    async with syncing(engine, drain=True, transport=lambda _reconciler: Delta(60.0)) as reconciler:
+        copies = asyncio.create_task(keeper.run())
+        for first in (True, False, False):
+            record = await publisher.publish()
+            assert await is_exactly(engine, record)
+            assert keeper.latest is not None
+            assert bool(keeper.latest.problem) is first
+        assert reconciler.transport.fallbacks == 0
+        copies.cancel()
+        await asyncio.gather(copies, return_exceptions=True)
+
+
+async def test_broadcasts_reach_a_real_engine_exactly_and_a_dead_sender_costs_one_load_from_disk(
+    engine: RealEngine, tmp_path: Path
+):
+    publisher = Publisher(engine, tmp_path)
+    async with syncing(engine, drain=True, transport=broadcast) as reconciler:
+        transport = reconciler.transport
+        assert isinstance(transport, Distributed)
+        for fallbacks in (0, 0, 1, 1):
+            if fallbacks > transport.fallbacks:
+                await transport.links["engine-0"].sender.end()
+            assert await is_exactly(engine, await publisher.publish())
+            assert transport.fallbacks == fallbacks
+        assert reconciler.members["engine-0"].figures.verified_exactly == 4

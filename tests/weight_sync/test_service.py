@@ -185,12 +185,12 @@ async def test_of_two_processes_one_leads_and_the_other_takes_over_when_it_ends(
         record = w.publish()
         await until(lambda: w.serves("e0", record.version))
         async with syncing(w) as second:
-            await until(lambda: second.leader == first.identity)
+            await until(lambda: second.lease.leader == first.lease.identity)
             record = w.publish()
             await until(lambda: w.serves("e0", record.version))
-            assert (first.leads(), second.leads(), len(second.members)) == (True, False, 0)
+            assert (first.lease.leads(), second.lease.leads(), len(second.members)) == (True, False, 0)
             first.stop()
-            await until(second.leads)
+            await until(second.lease.leads)
             record = w.publish()
             await until(lambda: w.serves("e0", record.version))
     assert engine.paused is None
@@ -198,11 +198,11 @@ async def test_of_two_processes_one_leads_and_the_other_takes_over_when_it_ends(
 
 async def test_a_process_that_stands_by_says_so(w: World):
     async with syncing(w) as leader:
-        await until(leader.leads)
+        await until(leader.lease.leads)
         async with serving(w) as http:
             answer = await http.post("/v1/sync", json={"timeout_s": 5})
             assert (answer.status_code, answer.json()["error"]["reason"]) == (503, "standby")
-            assert (await http.get("/v1/engines")).json()["leader"] == leader.identity
+            assert (await http.get("/v1/engines")).json()["leader"] == leader.lease.identity
 
 
 async def test_without_the_lease_nothing_is_sent_to_an_engine(w: World):
@@ -211,9 +211,9 @@ async def test_without_the_lease_nothing_is_sent_to_an_engine(w: World):
         await until(lambda: w.record("e0").state is EngineState.JOINING and "e0" in reconciler.members)
         member = reconciler.members["e0"]
         assert (await member._show(reconciler, member.life, lc.Load(1)))[1] is not None
-        reconciler.leads = lambda: False
+        reconciler.lease.leads = lambda: False
         assert (await member._show(reconciler, member.life, lc.Load(1)))[1] is None
         assert (await member._show(reconciler, member.life, lc.Continue()))[1] == lc.Continue()
-        reconciler.leader = "another"
+        reconciler.lease.leader = "another"
         assert (await member._show(reconciler, member.life, lc.Continue()))[1] is None
     assert not engine.calls("/update_weights_from_disk")

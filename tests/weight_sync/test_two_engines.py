@@ -1,0 +1,142 @@
+"""Two real SGLang engines: one serves while the other is updated, also when that one is killed in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+from structlog import get_logger
+
+from broker.types import EngineState
+from services.weight_sync.engine_client import Timeouts
+from services.weight_sync.lifecycle import Policy
+from services.weight_sync.reconciler import Reconciler, Settings
+from services.weight_sync.strategy import Strategy
+from tests.engine_fixture import KEY, START_S, RealEngine, start_engine, stop_engine, supervise
+from tests.weight_sync.live import until
+from tests.weight_sync.test_real_engine import Publisher
+
+pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(1200)]
+NAMES = ("engine-0", "engine-1")
+
+
+@pytest.fixture
+def pair(tmp_path: Path, engine_redis: str) -> Iterator[RealEngine]:
+    """Two engines of one run, given by the first."""
+    first = start_engine(tmp_path / "pair", engine_redis)
+    second = supervise(first.config, 1)
+    try:
+        yield first
+    finally:
+        second.send_signal(signal.SIGTERM)
+        second.wait(10)
+        stop_engine(first)
+
+
+@dataclass
+class Client:
+    """Asks a routable engine again and again, as a worker does. nowhere: moments at which no engine was routable."""
+
+    engine: RealEngine
+    nowhere: int = 0
+    answered: int = 0
+    tokens: int = 0
+    unverified_tokens: int = 0
+    lost_requests: int = 0
+    versions: set[str] = field(default_factory=set)
+
+    async def run(self) -> None:
+        async with httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as http:
+            while True:
+                records = await asyncio.to_thread(self.engine.broker.engines)
+                routable = [r for r in records if r.routable]
+                if not routable:
+                    self.nowhere += 1
+                    await asyncio.sleep(0.01)
+                    continue
+                body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+                target = routable[self.answered % len(routable)]
+                try:
+                    answer = await http.post(target.url + "/generate", json=body)
+                except httpx.HTTPError:
+                    self.lost_requests += 1
+                    continue
+                self.answered += 1
+                for span in answer.json()["meta_info"]["weight_versions"]:
+                    count = span["end"] - span["start"]
+                    self.tokens += count
+                    self.unverified_tokens += count * (not span["version"].isdigit())
+                    self.versions.add(span["version"])
+
+
+@contextlib.asynccontextmanager
+async def syncing(pair: RealEngine) -> AsyncIterator[Reconciler]:
+    settings = Settings(
+        Policy(),
+        Strategy("rolling", 1),
+        Timeouts(probe=8, load=60, pause=30, drain=30),
+        interval_s=0.2,
+        exact_dtype="float32",
+        api_key=pair.key,
+    )
+    async with httpx.AsyncClient(trust_env=False) as http:
+        reconciler = Reconciler(pair.broker, http, settings)
+        task = asyncio.create_task(reconciler.run())
+        try:
+            yield reconciler
+        finally:
+            reconciler.stop()
+            await task
+    assert reconciler.totals.unexpected_errors == 0
+
+
+async def test_one_serves_while_the_other_is_updated_killed_and_started_again(pair: RealEngine, tmp_path: Path):
+    broker, publisher = pair.broker, Publisher(pair, tmp_path / "weights")
+
+    def serve(version: int, names: tuple[str, ...] = NAMES) -> bool:
+        records = {r.engine_id: r for r in broker.engines()}
+        return all(n in records and records[n].routable and records[n].version == version for n in names)
+
+    await until(lambda: len(broker.engines()) == 2, START_S)
+    async with syncing(pair):
+        first = await publisher.publish()
+        await until(lambda: serve(first.version), 120)
+        client = Client(pair)
+        asking = asyncio.create_task(client.run())
+
+        for _ in range(5):
+            record = await publisher.publish()
+            await until(lambda record=record: serve(record.version), 120)
+        assert client.nowhere == 0
+        assert client.answered > 0
+
+        # It is stopped, so that it cannot finish the update that then begins, and killed in the middle of that.
+        group = next(r.pid for r in broker.engines() if r.engine_id == "engine-1")
+        os.killpg(group, signal.SIGSTOP)
+        last = await publisher.publish()
+        busy = (EngineState.UPDATING, EngineState.LOADING, EngineState.VERIFYING)
+        await until(lambda: next(r.state for r in broker.engines() if r.engine_id == "engine-1") in busy, 60)
+        os.killpg(group, signal.SIGKILL)
+        killed = time.monotonic()
+        await until(lambda: not serve(last.version, ("engine-1",)) and serve(last.version, ("engine-0",)), 60)
+        await until(lambda: serve(last.version), START_S)
+        seconds = time.monotonic() - killed
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    get_logger().info(
+        "killed in an update",
+        seconds_to_routable=round(seconds, 1),
+        lost_requests=client.lost_requests,
+        tokens=client.tokens,
+        unverified_tokens=client.unverified_tokens,
+    )
+    assert client.nowhere == 0
+    assert {v for v in client.versions if v.isdigit()} <= {str(v) for v in range(last.version + 1)}
