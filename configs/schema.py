@@ -238,6 +238,10 @@ class EngineSection(Section):
         20000, description="Size of the KV cache in tokens; null: as much as memory_fraction admits."
     )
     start_timeout_s: Seconds = Field(300.0, description="Longest time from start to the first answer, in seconds.")
+    metrics: bool = Field(
+        True,
+        description="Whether SGLang keeps metrics of its own at /metrics; on a CPU they cost a fifth of its time.",
+    )
     extra_arguments: tuple[str, ...] = Field((), description="Further arguments of sglang.launch_server.")
 
 
@@ -445,6 +449,12 @@ class EvaluationSection(Section):
 
     tasks: tuple[EvaluationTask, ...] = Field((), description="Tasks; none: nothing is evaluated.")
     every_steps: Positive = Field(20, description="Optimizer steps between two evaluated versions, at least.")
+    engines: Literal["own", "shared"] = Field(
+        "own", description="Where it samples: an engine of its own, or the run's while they serve the version."
+    )
+    priority: int = Field(
+        1, description="Of its requests on shared engines; those of rollouts have 0, larger goes first."
+    )
     best: str | None = Field(None, description="Score by which the best checkpoint is kept, such as aime24/avg@8.")
 
 

@@ -9,6 +9,8 @@ Seen with SGLang 0.5.23 on a CPU (tests/rollout/test_real_engine.py holds most o
   not renormalise them. So the trainer divides its logits by T.
 - `n` gives a list of n answers, each with an id of its own; n = 1 gives one object. The request's `rid` then names
   none of them: an /abort_request for it ends nothing. One request with n is 4 to 6 times faster than n requests.
+  It runs the prompt alone first and the n samples then share its KV cache; n copies of a short prompt in one request
+  save that pass and take a quarter less of the server's time.
 - An aborted request answers 200, finish type "abort", with the tokens, log-probs, versions and routes made so far.
 - A stop token is part of output_ids, with its log-prob.
 - A token id outside the vocabulary ends the whole server, so ids are checked here before they are sent.
@@ -31,6 +33,7 @@ from broker.types import Float32Array, Int32Array, RouteArray, VersionRun
 from rollout.checkpoint import Checkpoint
 
 FINISHES = ("stop", "length", "abort")
+COPIED_PROMPT = 64  # tokens: up to so many, computing a prompt n times costs less than a pass of its own
 
 
 class EngineError(Exception):
@@ -114,10 +117,14 @@ class EngineClient:
         *,
         api_key: str | None,
         timeout_s: float,
+        priority: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """timeout_s: longest wait for one answer, in seconds. transport: for tests."""
-        self.url, self.checkpoint, self._timeout_s = url, checkpoint, timeout_s
+        """timeout_s: longest wait for one answer, in seconds. transport: for tests.
+
+        priority: of its requests on an engine that schedules by priority; others refuse it. None: says none.
+        """
+        self.url, self.checkpoint, self._timeout_s, self._priority = url, checkpoint, timeout_s, priority
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         times = httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0))
@@ -150,14 +157,18 @@ class EngineClient:
     ) -> list[dict[str, Any]]:
         """As `generate`, but the answers as they are, unchecked."""
         self._check_prompt(prompt_ids, sampling, routes_start)
+        prompt, copies = list(prompt_ids), n > 1 and len(prompt_ids) <= COPIED_PROMPT
         parameters = {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": sampling.ignore_end,
-            "n": n,
+            "n": 1 if copies else n,
         }
-        body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": parameters, "return_logprob": True}
+        body: dict[str, Any] = {"input_ids": [prompt] * n if copies else prompt, "sampling_params": parameters}
+        body["return_logprob"] = True
+        if self._priority is not None:
+            body["priority"] = self._priority
         if self.checkpoint.routed:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_start}
         answers = await self._call("POST", "/generate", body)

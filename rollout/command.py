@@ -49,7 +49,9 @@ def engine_launch(
     argv += ["--host", engine.host, "--port", str(port), "--dtype", engine.dtype]
     argv += ["--mem-fraction-static", f"{engine.memory_fraction:g}", "--tp-size", str(engine.tensor_parallel)]
     argv += ["--weight-version", UNCONFIRMED_VERSION, "--random-seed", str(seed)]
-    argv += ["--skip-tokenizer-init", "--enable-metrics", "--sleep-on-idle", "--log-level-http", "warning"]
+    argv += ["--skip-tokenizer-init", "--sleep-on-idle", "--log-level-http", "warning"]
+    if engine.metrics:
+        argv += ["--enable-metrics"]
     if engine.device == "cpu":
         argv += ["--device", "cpu", "--attention-backend", "torch_native"]
     if engine.max_total_tokens is not None:

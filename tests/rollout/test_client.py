@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from broker.types import VersionRun
 from rollout.client import (
+    COPIED_PROMPT,
     EngineBusy,
     EngineClient,
     EngineDropped,
@@ -56,6 +58,25 @@ async def test_samples_come_back_complete(client: EngineClient) -> None:
         assert sample.routes is not None
         assert sample.routes.dtype == np.uint8
         np.testing.assert_array_equal(sample.routes, fake_routes("7", 6, 2, 2, 8))
+
+
+async def test_samples_share_the_prompt_pass_only_if_the_prompt_is_long() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(503)
+
+    transport = httpx.MockTransport(refuse)
+    async with EngineClient("http://e", CHECKPOINT, api_key=None, timeout_s=5, transport=transport) as client:
+        for prompt, n in (([5] * COPIED_PROMPT, 2), ([5] * (COPIED_PROMPT + 1), 2), ([5], 1)):
+            with pytest.raises(EngineBusy):
+                await client.generate(prompt, n, SAMPLING)
+    assert [(len(body["input_ids"]), body["sampling_params"]["n"]) for body in bodies] == [
+        (2, 1),
+        (COPIED_PROMPT + 1, 2),
+        (1, 1),
+    ]
 
 
 async def test_routes_come_from_the_position_asked_for(client: EngineClient) -> None:

@@ -51,6 +51,7 @@ def test_a_cpu_engine_gets_the_plugin_and_one_thread() -> None:
     assert option(command, "--max-total-tokens") == "20000"
     assert option(command, "--mem-fraction-static") == "0.3"
     assert {"--enable-return-routed-experts", "--enable-metrics", "--sleep-on-idle"} <= set(command.argv)
+    assert "--enable-metrics" not in launch(metrics=False).argv
     assert command.environment["SGLANG_USE_CPU_ENGINE"] == "1"
     assert command.environment["OMP_NUM_THREADS"] == "1"
 

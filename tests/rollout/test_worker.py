@@ -346,7 +346,7 @@ async def test_a_prompt_that_cannot_be_sent_goes_to_the_dead_letters_at_once(
     async with working(worker):
         await until(lambda: ready(run.broker) == 4)
     assert run.broker.snapshot().dead_letters == 1
-    assert all(max(call["input_ids"]) < 32 for call in engine.calls("/generate"))
+    assert all(np.max(call["input_ids"]) < 32 for call in engine.calls("/generate"))
 
 
 async def test_waiting_for_admission_is_measured_by_reason(run: Run, folder: Path, make_config: ConfigFactory) -> None:
