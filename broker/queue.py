@@ -381,6 +381,17 @@ class Broker:
             return str(answer[1])
         return holder if seconds else ""
 
+    def evaluator(self, seconds: float, *, begins: bool = False) -> bool:
+        """Say that an evaluator lives for `seconds`; whether an operator asked for an evaluation.
+
+        begins: it takes up the newest version now, so that what was asked for is done.
+        """
+        return bool(self._call("evaluator", int(seconds * 1000), int(begins), "", "")[0] == "asked")
+
+    def evaluated(self, record: Mapping[str, Any], words: str, seconds: float) -> None:
+        """Hand in a result, and say that the evaluator lives for `seconds`. words: the result for the event log."""
+        self._call("evaluator", int(seconds * 1000), 0, msgspec.json.encode(record), words)
+
     def listen(self, heard: Callable[[str], None]) -> Changes:
         """Call `heard`, in another thread, when a version is published or an engine changes; see broker/changes.py."""
         return Changes(self._connection, self._keys.named("changes"), heard)
@@ -412,6 +423,10 @@ class Broker:
     def events(self, limit: int = 100) -> list[dict[str, Any]]:
         """The newest events first: time_ms, kind, text. The last 1000 are kept."""
         return [msgspec.json.decode(text) for text in self._newest("events", limit)]
+
+    def evaluations(self, limit: int = 100) -> list[dict[str, Any]]:
+        """The newest results first. The last 1000 are kept."""
+        return [msgspec.json.decode(text) for text in self._newest("evaluations", limit)]
 
     def metrics_history(self, limit: int = 1000) -> list[dict[str, Any]]:
         """Metrics of the newest steps first. The last 1000 are kept."""

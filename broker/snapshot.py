@@ -87,7 +87,7 @@ def bucket_end_ms(bucket: int) -> int:
 
 def detail(answer: Sequence[Any], policy: Mapping[str, str], now: int) -> Detail:
     """answer: what follows `workers` in the answer of lua/snapshot.lua."""
-    by, waits, events, dead, marks = answer
+    by, waits, events, dead, marks, evaluations = answer
     p50, p95 = (now - int(marks[i]) if marks else 0 for i in range(2))
     return Detail(
         by=attributed(pairs(by)),
@@ -98,6 +98,7 @@ def detail(answer: Sequence[Any], policy: Mapping[str, str], now: int) -> Detail
         dead=tuple(msgspec.json.decode(text, type=DeadLetter, strict=False) for text in dead if text),
         lag_changed_step=int(policy.get("lag_changed_step", -1)),
         checkpoint_asked="checkpoint_asked" in policy,
+        evaluations=tuple(msgspec.json.decode(text) for text in evaluations),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -395,7 +395,8 @@ class Detail:
 
     trained_wait_ms: upper end of a bucket of the time in queue -> groups trained or filtered in the surviving history.
     waiting_p50_ms, waiting_p95_ms: time in queue of what waits (nearest rank), 0 if nothing does. events, dead: newest
-    first. lag_changed_step: step at which max_lag was changed last, -1: never.
+    first. lag_changed_step: step at which max_lag was changed last, -1: never. evaluations: results, newest first
+    (rollout/evaluation/run.py).
     """
 
     by: dict[tuple[str, str, str], dict[int, LagCount]]
@@ -406,6 +407,7 @@ class Detail:
     dead: tuple[DeadLetter, ...]
     lag_changed_step: int = -1
     checkpoint_asked: bool = False
+    evaluations: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,19 @@ def _straggler_wait_covers_a_lease(c: RunConfig) -> str | None:
     return None
 
 
+def _shared_engines_know_priorities(c: RunConfig) -> str | None:
+    # Preemption would compute running rollouts again, possibly under newer weights: their routes would not be theirs.
+    needed = {"--enable-priority-scheduling", "--disable-priority-preemption"}
+    shared = c.evaluation.tasks and c.evaluation.engines == "shared"
+    if shared and not needed <= set(c.engine.extra_arguments):
+        return (
+            "evaluation.engines is shared, but the engines do not schedule by priority. Set engine.extra_arguments: "
+            '[--enable-priority-scheduling, --disable-priority-preemption, --default-priority-value, "0"], or '
+            "evaluation.engines: own."
+        )
+    return None
+
+
 CROSS_FIELD_RULES = (
     _interval_fits_the_bound,
     _adaptive_limits_fit,
@@ -123,4 +136,5 @@ CROSS_FIELD_RULES = (
     _tiny_model_fits_the_layout,
     _groups_can_be_complete,
     _straggler_wait_covers_a_lease,
+    _shared_engines_know_priorities,
 )

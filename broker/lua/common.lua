@@ -11,7 +11,7 @@
 --   leased (zset)            id by pull time, ms             trained (zset)   id by step; retained: those with a payload
 --   open, reissue (zsets)    prompts by index: not trained or given up; to issue before new ones
 --   tries (hash)             prompt -> attempt that comes next, of the prompts in reissue
---   dead (hash), dead_order (zset)  dead letters by prompt; events, metrics (lists)  newest first, capped
+--   dead (hash), dead_order (zset)  dead letters by prompt; events, metrics, evaluations (lists)  newest first, capped
 --   ready_hist, lag_hist (hashes)   g:<version or lag>, t:<...>;  step_lags (hash)  step -> lags of a step not yet durable
 --   by_hist (hash)           the same by task, engine and worker: g:<waiting|trained>:<dimension>:<version|lag>:<name>
 --   wait_hist (hash)         time in queue of the trained: g:<i>, i = floor(8 log2(1 + seconds)); filtered ones, too

@@ -1,11 +1,11 @@
 -- snapshot.lua: all that a page shows together, at one instant. Costs the same at any queue length: sums and histograms
 -- are kept by the transitions.
 -- KEYS  1 policy; reads ledger, ready_hist, lag_hist, counters, engines, versions, workers, dead, waiting,
---       dead_order, by_hist, wait_hist, events
+--       dead_order, by_hist, wait_hist, events, evaluations
 -- ARGV  1 how many events and dead letters to tell, 0: neither these nor what follows `workers`  2 1: by_hist, too
 -- returns {now ms, oldest submission ms or "", dead letters, then the hashes as flat lists: policy, ledger, ready_hist,
 --          lag_hist, counters, engines, versions, workers, then by_hist, wait_hist, events, dead letters newest first,
---          {submission ms of the group at the median, at the 95th percentile of the time in queue}}
+--          {submission ms of the group at the median, at the 95th percentile of the time in queue}, evaluations}
 local oldest = redis.call('ZRANGE', k('waiting'), 0, 0, 'WITHSCORES')[2] or ''
 local out = {int(now), oldest, redis.call('HLEN', k('dead')), redis.call('HGETALL', KEYS[1])}
 for _, name in ipairs({'ledger', 'ready_hist', 'lag_hist', 'counters', 'engines', 'versions', 'workers'}) do
@@ -24,5 +24,6 @@ if limit > 0 then
     marks[#marks + 1] = redis.call('ZRANGE', k('waiting'), rank, rank, 'WITHSCORES')[2]
   end
   out[#out + 1] = marks
+  out[#out + 1] = redis.call('LRANGE', k('evaluations'), 0, limit - 1)
 end
 return out

@@ -48,5 +48,11 @@ elseif command == 'checkpoint' then
   end
   set('checkpoint_asked', policy.step)
   return answer(nil, 'the trainer saves step ' .. policy.step .. ' or the next one')
+elseif command == 'evaluate' then
+  if now > n('evaluator_deadline') then
+    return answer('no-evaluator', 'no evaluator lives: set evaluation.tasks, or start `lagrange evaluator`')
+  end
+  set('evaluation_asked', policy.step)
+  return answer(nil, 'the evaluator takes the newest published version next')
 end
-return answer('unsupported', 'nothing in this run can ' .. command .. ' yet')
+return answer('unsupported', 'there is no command ' .. command)

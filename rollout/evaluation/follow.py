@@ -1,38 +1,45 @@
 """`lagrange evaluator`: scores published versions of a run while it trains.
 
-Invariant: a result is of one version: the engine is this process's own, no update reaches it, and each answer's
-version is checked all the same. Weights are held by hard links while they are needed, so that the trainer's clean-up
-cannot take them away in between. Newest wins: versions that came and went meanwhile are not evaluated.
+Invariant: a result is of one version. On an engine of the evaluator's own no update reaches it; on the run's engines
+(rollout/evaluation/served.py) an evaluation whose version is no longer served is given up as a whole, since the answers
+that were done in time would be the short ones. Weights are held by hard links while they are needed, so that the
+trainer's clean-up cannot take them away in between. Newest wins: versions that came and went meanwhile are passed over.
 
-Results: one line each in runs/<id>/evaluations.jsonl (task, version, step, evaluation_lag, scores); the checkpoint with
-the best value of `evaluation.best` is kept in runs/<id>/best/.
+Results go into Redis, for monitor and Prometheus, and as {"evaluation": ...} into runs/<id>/metrics.jsonl (task,
+version, step, evaluation_lag, scores); the best checkpoint by `evaluation.best` is kept in runs/<id>/best/.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
 from broker.errors import BrokerError
 from broker.logs import configure_logs
+from broker.queue import Broker
 from broker.types import Snapshot, VersionRecord
 from configs.load import ConfigError
 from configs.schema import EvaluationTask, RunConfig
-from configs.secrets import REDIS_PASSWORD, read_secret
+from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
+from rollout.checkpoint import read_checkpoint
 from rollout.client import EngineClient, InvalidAnswer, Sample, Sampling
 from rollout.codec import FileCodec
 from rollout.connect import connect_broker
+from rollout.engines import EnginePool
+from rollout.evaluation.best import hold, keep_best
 from rollout.evaluation.engine import EngineFailed, evaluation_engine, load
-from rollout.evaluation.run import Plan, evaluate, result
+from rollout.evaluation.run import Plan, Superseded, evaluate, in_words, result
+from rollout.evaluation.served import Engines, OwnEngine, SharedEngines
 from rollout.rewards import Judge, make_judge
 from rollout.rewards.pool import PoolLimits, child_environment
 from rollout.tasks import Task, make_task
@@ -40,11 +47,14 @@ from rollout.tasks.prepare import try_prompt
 from rollout.threads import in_thread
 
 LOG = structlog.get_logger()
+T = TypeVar("T")
 LOOK_S = 1.0
+ALIVE_S = 30.0  # an evaluator that has not been heard of for so long is gone
+BEAT_S = 5.0
 
 
 class Published(Protocol):
-    """The broker as an evaluator sees it."""
+    """The broker as an evaluator sees it; see broker.queue.Broker."""
 
     def published(self) -> VersionRecord | None:
         """The newest published version."""
@@ -52,44 +62,18 @@ class Published(Protocol):
     def snapshot(self) -> Snapshot:
         """Where the run is."""
 
+    def evaluator(self, seconds: float, *, begins: bool = False) -> bool:
+        """Say that an evaluator lives; whether an evaluation was asked for."""
+
+    def evaluated(self, record: Mapping[str, Any], words: str, seconds: float) -> None:
+        """Hand in a result."""
+
 
 def due(newest: VersionRecord | None, last_step: int | None, every_steps: int, ended: bool) -> bool:
     """Whether the newest version is to be evaluated: the first, then every `every_steps`, and the last of a run."""
     if newest is None or newest.step == last_step:
         return False
     return last_step is None or ended or newest.step >= last_step + every_steps
-
-
-def best_value(record: dict[str, Any], metric: str) -> float | None:
-    """The value that `evaluation.best`, "task/score" as in "aime24/avg@8", names; None if this record has none."""
-    task, _, score = metric.rpartition("/")
-    if record.get("label") != task or not isinstance(record.get(score), dict):
-        return None
-    return float(record[score]["value"])
-
-
-def hold(source: Path, target: Path) -> None:
-    """Hard links of a version's files (copies across file systems). Raises OSError if they went away."""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, copy_function=_link)
-
-
-def keep_best(held: Path, folder: Path, record: dict[str, Any], metric: str) -> bool:
-    """Make `held` the run's best checkpoint if it is better than what is kept; whether it was."""
-    value = best_value(record, metric)
-    if value is None:
-        return False
-    note = folder / "best.json"
-    if note.exists() and json.loads(note.read_text(encoding="utf-8"))["value"] >= value:
-        return False
-    aside = folder / ".best.new"
-    hold(held, aside)
-    shutil.rmtree(folder / "best", ignore_errors=True)
-    aside.rename(folder / "best")
-    text = json.dumps({"metric": metric, "value": value, "version": record["version"], "step": record["step"]})
-    (folder / ".best.json").write_text(text, encoding="utf-8")
-    (folder / ".best.json").replace(note)
-    return True
 
 
 def main(config: RunConfig) -> int:
@@ -118,12 +102,31 @@ async def _serve(config: RunConfig) -> int:
         return 0
     evaluator = Evaluator(config, broker)
     try:
-        async with evaluation_engine(config, 0) as (client, plan):
+        if config.evaluation.engines == "shared":
+            async with _shared_engines(config, broker) as engines:
+                await evaluator.run(stop, engines)
+        else:
             timeout_s = config.weights.update_timeout_s
-            await evaluator.run(stop, client, lambda folder, version: load(plan, folder, version, timeout_s))
+            async with evaluation_engine(config, 0) as (client, plan):
+                await evaluator.run(stop, OwnEngine(client, partial(load, plan, timeout_s=timeout_s)))
     finally:
         await evaluator.close()
     return 0
+
+
+@contextlib.asynccontextmanager
+async def _shared_engines(config: RunConfig, broker: Broker) -> AsyncIterator[SharedEngines]:
+    checkpoint, key = read_checkpoint(config.model.path or Path()), read_secret(ENGINE_API_KEY)
+
+    def connect(url: str) -> EngineClient:
+        timeout_s, priority = config.rollout.generation_timeout_s, config.evaluation.priority
+        return EngineClient(url, checkpoint, api_key=key, timeout_s=timeout_s, priority=priority)
+
+    pool = EnginePool(broker, connect, 3 * config.redis.timeout_s)
+    try:
+        yield SharedEngines(pool, config.weights.update_timeout_s)
+    finally:
+        await pool.close()
 
 
 class Evaluator:
@@ -135,6 +138,8 @@ class Evaluator:
             raise ConfigError("model.path is not set")
         self._config, self._broker = config, broker
         self._codec = FileCodec(config.model.path)
+        stop_ids = read_checkpoint(config.model.path).stop_ids
+        self._sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, stop_ids)
         self._tasks = [(one, *_prepared(one, config)) for one in config.evaluation.tasks]
         for _, task, _ in self._tasks:
             try_prompt(task, self._codec)
@@ -144,63 +149,85 @@ class Evaluator:
         for _, _, judge in self._tasks:
             await judge.close()
 
-    async def run(self, stop: asyncio.Event, client: EngineClient, load_version: Any) -> None:
-        """Until the run has ended and its last version is evaluated, or `stop`. load_version: (folder, version)."""
+    async def run(self, stop: asyncio.Event, engines: Engines) -> None:
+        """Until the run has ended and its last version is evaluated, or `stop`."""
+        heart = asyncio.create_task(self._beat())
+        try:
+            await self._follow(stop, engines)
+        finally:
+            heart.cancel()
+
+    async def _follow(self, stop: asyncio.Event, engines: Engines) -> None:
         last: int | None = None
         while not stop.is_set():
             try:
+                asked = await self._ask(partial(self._broker.evaluator, ALIVE_S))
                 newest, snapshot = await self._ask(self._broker.published), await self._ask(self._broker.snapshot)
-            except (BrokerError, TimeoutError) as error:
-                LOG.warning("the registry is away", detail=str(error))
-            else:
                 ended = snapshot.status in ("finished", "stopped")
-                if newest is not None and due(newest, last, self._config.evaluation.every_steps, ended):
-                    if await _unless(stop, self._evaluate(newest, client, load_version)):
+                if newest is not None and (asked or due(newest, last, self._config.evaluation.every_steps, ended)):
+                    await self._ask(partial(self._broker.evaluator, ALIVE_S, begins=True))
+                    if await _unless(stop, self._evaluate(newest, engines)):
                         last = newest.step
                 elif ended:
                     return
-            try:
+            except (BrokerError, TimeoutError) as error:
+                LOG.warning("the registry is away", detail=str(error))
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_S)
-            except TimeoutError:
-                continue
 
-    async def _evaluate(self, version: VersionRecord, client: EngineClient, load_version: Any) -> bool:
-        folder = self._config.run.folder
-        held = folder / ".evaluated"
+    async def _evaluate(self, version: VersionRecord, engines: Engines) -> bool:
+        """All tasks on one version; False if it could not be had to the end."""
+        held = self._config.run.folder / ".evaluated"
         try:
             await in_thread(partial(hold, Path(version.path), held), 600.0)
-            await load_version(held, version.version)
+            await engines.prepare(held, version.version)
+            for one, task, judge in self._tasks:
+                await self._one(one, task, judge, version, engines, held)
         except (OSError, EngineFailed, TimeoutError) as error:
             LOG.warning("a version could not be loaded", version=version.version, problem=str(error))
             return False
-        for one, task, judge in self._tasks:
-            plan = Plan(version.version, one.prompts, one.samples, self._config.rollout.concurrent_groups)
-            sampling = self._sampling(client)
-
-            async def generate(ids: Sequence[int], n: int, s: Sampling = sampling) -> list[Sample | InvalidAnswer]:
-                return await client.generate(ids, n, s)
-
-            answers = await evaluate(task, judge, self._codec, generate, plan)
-            if not any(answers.rewards.values()):
-                LOG.warning("no answer could be judged", task=one.name, problem=answers.last_error)
-                continue
-            now = await self._ask(self._broker.snapshot)
-            lag = now.version - version.version
-            record = result(one.name, plan, answers, label=one.label or one.name, step=version.step, evaluation_lag=lag)
-            record["time_ms"] = now.time_ms
-            with (folder / "evaluations.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-            LOG.info("evaluated", task=record["label"], version=version.version, lag=lag, seconds=record["seconds"])
-            if self._config.evaluation.best and keep_best(held, folder, record, self._config.evaluation.best):
-                LOG.info("a new best checkpoint", version=version.version)
-        shutil.rmtree(held, ignore_errors=True)
+        except Superseded as error:
+            LOG.warning("an evaluation is given up", version=version.version, problem=str(error))
+            return False
+        finally:
+            shutil.rmtree(held, ignore_errors=True)
         return True
 
-    def _sampling(self, client: EngineClient) -> Sampling:
-        rollout = self._config.rollout
-        return Sampling(rollout.temperature, rollout.max_new_tokens, client.checkpoint.stop_ids)
+    async def _one(
+        self, one: EvaluationTask, task: Task, judge: Judge, version: VersionRecord, engines: Engines, held: Path
+    ) -> None:
+        """One task: its result goes where results go."""
+        folder, label = self._config.run.folder, one.label or one.name
 
-    async def _ask(self, call: Any) -> Any:
+        async def generate(ids: Sequence[int], n: int) -> list[Sample | InvalidAnswer]:
+            return await engines.generate(ids, n, self._sampling)
+
+        plan = Plan(version.version, one.prompts, one.samples, self._config.rollout.concurrent_groups)
+        answers = await evaluate(task, judge, self._codec, generate, plan)
+        if not any(answers.rewards.values()):
+            LOG.warning("no answer could be judged", task=label, problem=answers.last_error)
+            return
+        now = await self._ask(self._broker.snapshot)
+        lag = now.version - version.version
+        tags = {"label": label, "step": version.step, "evaluation_lag": lag, "time_ms": now.time_ms}
+        record = result(one.name, plan, answers, **tags)
+        metric = self._config.evaluation.best
+        if metric is not None:
+            better: bool = await in_thread(partial(keep_best, held, folder, record, metric), 600.0)
+            if better:
+                LOG.info("a new best checkpoint", version=version.version)
+        with (folder / "metrics.jsonl").open("ab", buffering=0) as file:  # one write: other processes append, too
+            file.write(json.dumps({"evaluation": record}).encode() + b"\n")
+        await self._ask(partial(self._broker.evaluated, record, in_words(record), ALIVE_S))
+        LOG.info("evaluated", task=label, version=version.version, lag=lag, seconds=record["seconds"])
+
+    async def _beat(self) -> None:
+        while True:
+            with contextlib.suppress(BrokerError, TimeoutError):
+                await self._ask(partial(self._broker.evaluator, ALIVE_S))
+            await asyncio.sleep(BEAT_S)
+
+    async def _ask(self, call: Callable[[], T]) -> T:
         return await in_thread(call, 3 * self._config.redis.timeout_s)
 
 
@@ -221,13 +248,3 @@ def _prepared(one: EvaluationTask, config: RunConfig) -> tuple[Task, Judge]:
     limits = PoolLimits(rollout.reward_processes, rollout.reward_timeout_s, rollout.reward_memory_mb)
     environment = child_environment(os.environ)
     return task, make_judge(task, seed=one.seed, parameters=one.parameters, limits=limits, environment=environment)
-
-
-def _link(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copy2(source, target)
-    return target

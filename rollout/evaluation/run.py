@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +22,10 @@ from rollout.tasks import Prompt, Response, Task
 from rollout.tasks.prepare import encode_prompt
 
 Generate = Callable[[Sequence[int], int], Awaitable[list[Sample | InvalidAnswer]]]
+
+
+class Superseded(Exception):
+    """The version is no longer served: its evaluation cannot be completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,10 @@ class Answers:
 
 
 async def evaluate(task: Task, judge: Judge, codec: Codec, generate: Generate, plan: Plan) -> Answers:
-    """Answers of all prompts; fewer prompts if the task ends before. generate: (prompt ids, n) -> n answers."""
+    """Answers of all prompts; fewer prompts if the task ends before. generate: (prompt ids, n) -> n answers.
+
+    Raises Superseded if `generate` does.
+    """
     out, places, began = Answers(), asyncio.Semaphore(plan.concurrency), time.monotonic()
 
     async def one(index: int) -> None:
@@ -66,9 +73,12 @@ async def evaluate(task: Task, judge: Judge, codec: Codec, generate: Generate, p
             out.sources[index] = prompt.source
             out.missing += plan.samples - len(out.rewards[index])
 
-    async with asyncio.TaskGroup() as group:
-        for index in range(plan.prompts):
-            group.create_task(one(index))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index in range(plan.prompts):
+                group.create_task(one(index))
+    except* Superseded as errors:
+        raise errors.exceptions[0] from None
     out.seconds = time.monotonic() - began
     return out
 
@@ -97,6 +107,17 @@ def result(task: str, plan: Plan, answers: Answers, **tags: Any) -> dict[str, An
         "seconds": round(answers.seconds, 3),
         "last_error": answers.last_error,
     }
+
+
+def scores_of(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The scores of a record by name: value, low, high."""
+    return {k: v for k, v in record.items() if isinstance(v, dict) and {"value", "low", "high"} <= v.keys()}
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """A result in a line: "aime24 avg@8 0.250 (0.180 to 0.340), version 7"."""
+    said = [f"{k} {v['value']:.3f} ({v['low']:.3f} to {v['high']:.3f})" for k, v in scores_of(record).items()]
+    return f"{record['label']} {', '.join(said[:1])}, version {record['version']}"
 
 
 def _scores(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Reads runs/<id>/metrics.jsonl, one record for each optimizer step, while the trainer writes it.
 
 Invariant: a line that is not yet whole is read later; after a resume the record of a step is the one written last.
+Lines of the evaluator, {"evaluation": ...}, are no records of steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,6 +36,20 @@ def read_metrics(path: Path) -> list[Record]:
         return parse(path.read_text(encoding="utf-8").splitlines())
     except FileNotFoundError:
         return []
+
+
+def read_evaluations(path: Path, newest: int) -> list[Record]:
+    """The last `newest` results of evaluations in a file, oldest first; none if it does not exist."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        if line.startswith('{"evaluation"'):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line)["evaluation"])
+    return [record for record in found if isinstance(record, dict)][-newest:]
 
 
 class MetricsTail:

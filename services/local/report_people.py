@@ -6,11 +6,13 @@ Invariant: bounded whatever the run wrote: the newest EVALUATIONS results and GR
 from __future__ import annotations
 
 import html
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollout.evaluation.run import scores_of
 from rollout.samples import read_samples
+from services.local.metrics import read_evaluations
 
 EVALUATIONS = 50
 GROUPS = 12
@@ -18,8 +20,8 @@ HUES = 8  # versions that follow each other have different colours
 
 
 def evaluations(folder: Path) -> str:
-    """A table of runs/<id>/evaluations.jsonl, newest first; "" if there is none."""
-    records = _evaluations(folder)
+    """A table of the evaluations in runs/<id>/metrics.jsonl, newest first; "" if there is none."""
+    records = read_evaluations(folder / "metrics.jsonl", EVALUATIONS)
     if not records:
         return ""
     rows = "".join(
@@ -70,21 +72,8 @@ def _pieces(pieces: list[Any]) -> str:
     return "".join(out)
 
 
-def _scores(record: dict[str, Any]) -> str:
+def _scores(record: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{html.escape(name)} {score['value']:.3f} ({score['low']:.3f} to {score['high']:.3f})"
-        for name, score in record.items()
-        if isinstance(score, dict) and {"value", "low", "high"} <= score.keys()
+        for name, score in scores_of(record).items()
     )
-
-
-def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "evaluations.jsonl"
-    records = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-EVALUATIONS:]:
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                continue
-    return [record for record in records if isinstance(record, dict)]

@@ -45,12 +45,14 @@ def create_app(
     read_token: str | None = None,
     open_to_all: bool = False,
     adaptive: AdaptiveLagSection | None = None,
+    folder: Path | None = None,
     closing: Callable[[], Any] | None = None,
 ) -> FastAPI:
     """The application. read_token: needed by everything under /v1 and by /metrics, if given.
 
     steer: what carries out commands; None: there are none. token: needed by every command; None: each is refused,
     unless open_to_all says that something in front decides. adaptive: settings of the adaptive lag, None: off.
+    folder: the run's, for its samples.
     """
 
     @contextlib.asynccontextmanager
@@ -73,6 +75,7 @@ def create_app(
     page = templates.from_string((HERE / "static" / "page.html").read_text(encoding="utf-8"))
 
     app.state.source = source
+    app.state.folder = folder
     app.state.leaving = False
     if steer is not None:
         app.include_router(router(steer, token, open_to_all=open_to_all))

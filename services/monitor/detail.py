@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -83,6 +83,34 @@ class VersionsAnswer(Answer):
     versions: list[VersionAnswer]
 
 
+class Score(BaseModel):
+    """A score with its 95 % interval over prompts."""
+
+    value: float
+    low: float
+    high: float
+
+
+class EvaluationAnswer(BaseModel):
+    """One task on one version. evaluation_lag: the trainer's version when the result was there, less this one."""
+
+    task: str = Field(examples=["aime24"])
+    version: int
+    step: int
+    evaluation_lag: int
+    time_ms: int
+    prompts: int
+    samples: int
+    missing: int
+    scores: dict[str, Score] = Field(examples=[{"avg@8": {"value": 0.25, "low": 0.18, "high": 0.34}}])
+
+
+class EvaluationsAnswer(Answer):
+    """The newest results first."""
+
+    evaluations: list[EvaluationAnswer]
+
+
 class Wait(BaseModel):
     """Seconds, nearest rank; of what was trained, to the upper end of a bucket that is 9 % wide."""
 
@@ -95,6 +123,27 @@ def events(s: Snapshot, limit: int = SHOWN) -> EventsAnswer:
     """GET /v1/events."""
     found = s.detail.events[:limit] if s.detail else ()
     return EventsAnswer(**base(s), events=[EventAnswer(time_ms=e.time_ms, kind=e.kind, text=e.text) for e in found])
+
+
+def evaluations(s: Snapshot, limit: int = SHOWN) -> EvaluationsAnswer:
+    """GET /v1/evaluations."""
+    found = s.detail.evaluations[:limit] if s.detail else ()
+    return EvaluationsAnswer(**base(s), evaluations=[evaluation(record) for record in found])
+
+
+def evaluation(record: Mapping[str, Any]) -> EvaluationAnswer:
+    """A record of the evaluator (rollout/evaluation/run.py)."""
+    same = ("version", "step", "evaluation_lag", "time_ms", "prompts", "samples", "missing")
+    scores = {name: Score(**score) for name, score in record.items() if isinstance(score, dict) and "low" in score}
+    return EvaluationAnswer(task=record["label"], scores=scores, **{name: record[name] for name in same})
+
+
+def newest_evaluations(s: Snapshot) -> list[EvaluationAnswer]:
+    """The newest result of each task, by its name."""
+    found: dict[str, EvaluationAnswer] = {}
+    for one in evaluations(s).evaluations:
+        found.setdefault(one.task, one)
+    return [found[task] for task in sorted(found)]
 
 
 def dead_letters(s: Snapshot, limit: int = SHOWN) -> DeadLettersAnswer:

@@ -52,6 +52,7 @@ def run(config: RunConfig) -> int:
             read_token=token if needed else None,
             open_to_all=token is None and os.environ.get("LAGRANGE_ALLOW_OPEN_API") == "1",
             adaptive=config.lag.adaptive,
+            folder=config.run.folder,
             closing=broker.close,
         )
 

@@ -71,6 +71,14 @@ METRICS = (
     Name("trainer_wait_share", "gauge", (), "Share of the trainer's time that it waited for groups, last steps."),
     Name("admission_blocked_share", "gauge", (), "Share of the workers' time without leave to start, last minute."),
     Name("stale_token_share", "gauge", (), "Share of tokens that went stale of those trained or stale, last minute."),
+    Name(
+        "evaluation_score", "gauge", ("task", "score", "bound"), "Newest score of a task: value, low and high (95 %)."
+    ),
+    Name("evaluation_version", "gauge", ("task",), "Version that the newest score is of."),
+    Name("evaluation_step", "gauge", ("task",), "Optimizer step that made that version."),
+    Name(
+        "evaluation_lag_versions", "gauge", ("task",), "The trainer's version when that score was there, less its own."
+    ),
     Name("verdict", "gauge", ("verdict",), "1 for the verdict of GET /v1/diagnosis."),
     Name("events", "counter", ("name",), "The broker's running totals (docs/how-the-guarantees-work.md)."),
 )
@@ -147,6 +155,7 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
         "trainer_wait_share": _maybe(figures["trainer_wait_share"]),
         "admission_blocked_share": _maybe(figures["admission_blocked_share"]),
         "stale_token_share": _maybe(figures["stale_share"]),
+        **_evaluations(s),
         "verdict": [((one.value,), float(diagnosis.verdict is one)) for one in Verdict],
         "events": [((name,), value) for name, value in sorted(counters.items())],
     }
@@ -158,6 +167,21 @@ def _one(value: float) -> list[tuple[tuple[str, ...], float]]:
 
 def _maybe(value: float | None) -> list[tuple[tuple[str, ...], float]]:
     return [] if value is None else _one(value)
+
+
+def _evaluations(s: Snapshot) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+    newest = detail.newest_evaluations(s)
+    return {
+        "evaluation_score": [
+            ((e.task, name, bound), float(getattr(score, bound)))
+            for e in newest
+            for name, score in e.scores.items()
+            for bound in ("value", "low", "high")
+        ],
+        "evaluation_version": [((e.task,), float(e.version)) for e in newest],
+        "evaluation_step": [((e.task,), float(e.step)) for e in newest],
+        "evaluation_lag_versions": [((e.task,), float(e.evaluation_lag)) for e in newest],
+    }
 
 
 def _tally(t: Tally) -> list[tuple[tuple[str, ...], float]]:

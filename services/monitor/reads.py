@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from broker.errors import BrokerError
 from services.http import ErrorAnswer, Refusal
 from services.monitor import detail, views
+from services.monitor import samples as readable
 from services.monitor.diagnosis import diagnose
 from services.monitor.metrics import render
 from services.monitor.source import Look, Source
@@ -22,6 +23,7 @@ from services.monitor.source import Look, Source
 AWAY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorAnswer, "description": "Redis does not answer."}}
 BAD: dict[int | str, dict[str, Any]] = {422: {"model": ErrorAnswer, "description": "A parameter is out of range."}}
 Limit = Annotated[int, Query(ge=1, le=detail.SHOWN)]
+FewSamples = Annotated[int, Query(ge=1, le=readable.SHOWN)]
 DENIED: dict[int | str, dict[str, Any]] = {401: {"model": ErrorAnswer, "description": "The token is missing or wrong."}}
 
 
@@ -107,6 +109,16 @@ def reads(may_read: Sequence[Any]) -> APIRouter:
     async def events(seen: SeenInFull, limit: Limit = 100) -> detail.EventsAnswer:
         """The newest events: attachments, versions, engines, dead letters, steering."""
         return detail.events(seen.snapshot, limit)
+
+    @made.get("/v1/evaluations", responses={**answers, **BAD}, dependencies=may_read)
+    async def evaluations(seen: SeenInFull, limit: Limit = 100) -> detail.EvaluationsAnswer:
+        """Scores of published versions, newest first: with intervals, version, step and evaluation lag."""
+        return detail.evaluations(seen.snapshot, limit)
+
+    @made.get("/v1/samples", responses={**answers, **BAD}, dependencies=may_read)
+    async def samples(request: Request, seen: Seen, limit: FewSamples = 8) -> readable.SamplesAnswer:
+        """Some trajectories of the newest versions as text, by version; none if this host has not the run's folder."""
+        return await asyncio.to_thread(readable.samples, seen.snapshot, request.app.state.folder, limit)
 
     @made.get("/v1/dead-letters", responses={**answers, **BAD}, dependencies=may_read)
     async def dead_letters(seen: SeenInFull, limit: Limit = 100) -> detail.DeadLettersAnswer:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from broker.types import EngineRecord, LagCount, Snapshot, Tally
 from services.monitor import detail
-from services.monitor.detail import EventAnswer, Wait, flat
+from services.monitor.detail import EvaluationAnswer, EventAnswer, Wait, flat
 from services.monitor.diagnosis import Diagnosis, Records, diagnose
 from services.monitor.figures import capacity, finite, in_flight, number, wait_share
 from services.monitor.shapes import Answer, ByName, Lags, base, lags
@@ -153,6 +153,7 @@ class Overview(Answer):
     trainer: TrainerAnswer
     diagnosis: Diagnosis
     events: list[EventAnswer] = Field(description="The newest first.")
+    evaluations: list[EvaluationAnswer] = Field(description="The newest first.")
     history: dict[str, list[float | None]]
 
 
@@ -305,5 +306,6 @@ def overview(s: Snapshot, before: Snapshot | None, records: Records) -> Overview
         trainer=trainer(s, records[:RECENT_STEPS]),
         diagnosis=diagnose(s, before, records[:RECENT_STEPS]),
         events=detail.events(s, detail.FEW).events,
+        evaluations=detail.evaluations(s, detail.FEW).evaluations,
         history=history(records),
     )

@@ -11,12 +11,15 @@ import pytest
 from broker.queue import Broker
 from broker.types import VersionRecord
 from rollout.client import EngineClient
-from rollout.evaluation.follow import Evaluator, due, hold, keep_best
+from rollout.engines import EnginePool
+from rollout.evaluation.best import hold, keep_best
+from rollout.evaluation.follow import Evaluator, due
+from rollout.evaluation.served import OwnEngine, SharedEngines
 from services.local.layout import roles
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
-from tests.rollout.helpers import CHECKPOINT, tiny_folder
+from tests.rollout.helpers import CHECKPOINT, serving, tiny_folder, until
 
 
 def version(step: int) -> VersionRecord:
@@ -78,8 +81,9 @@ async def test_a_run_is_evaluated_to_its_last_version(
     evaluator = Evaluator(config, broker)
     with engine.serve() as url:
         async with EngineClient(url, CHECKPOINT, api_key=None, timeout_s=20) as client:
-            await asyncio.wait_for(evaluator.run(asyncio.Event(), client, load), 60)
-    record = json.loads((config.run.folder / "evaluations.jsonl").read_text())
+            await asyncio.wait_for(evaluator.run(asyncio.Event(), OwnEngine(client, load)), 60)
+    record = json.loads((config.run.folder / "metrics.jsonl").read_text())["evaluation"]
+    assert broker.evaluations() == [record]
     assert (record["version"], record["step"], record["evaluation_lag"], loaded) == (0, 0, 0, [0])
     assert record["avg@2"]["value"] == 1.0
     assert (config.run.folder / "best" / "config.json").exists()
@@ -107,5 +111,79 @@ async def test_an_evaluation_ends_when_it_is_told_to(
         await never.wait()
 
     async with EngineClient("http://127.0.0.1:1", CHECKPOINT, api_key=None, timeout_s=1) as client:
-        await asyncio.wait_for(Evaluator(config, broker).run(stop, client, load), 20)
-    assert not (config.run.folder / "evaluations.jsonl").exists()
+        await asyncio.wait_for(Evaluator(config, broker).run(stop, OwnEngine(client, load)), 20)
+    assert not (config.run.folder / "metrics.jsonl").exists()
+
+
+async def test_an_evaluation_that_was_asked_for_is_done_though_none_is_due(
+    broker: Broker, make_config: ConfigFactory, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path)
+    tasks = [{"name": "max-digit", "prompts": 2, "samples": 1}]
+    config = make_config(**{"model": {"path": folder}, "evaluation": {"tasks": tasks, "every_steps": 1000}})
+    config.run.folder.mkdir(parents=True)
+    run = Run(broker).start()
+    broker.publish(run.epoch, VersionRecord(0, 0, str(folder), "x"))
+    engine, stop = FakeEngine(version="0"), asyncio.Event()
+
+    async def load(_place: Path, number: int) -> None:
+        engine.version = str(number)
+
+    with engine.serve() as url:
+        async with EngineClient(url, CHECKPOINT, api_key=None, timeout_s=20) as client:
+            work = asyncio.create_task(Evaluator(config, broker).run(stop, OwnEngine(client, load)))
+            await until(lambda: len(broker.evaluations()) == 1)
+            assert broker.steer("evaluate", why="by a test").done
+            await until(lambda: len(broker.evaluations()) == 2)
+            stop.set()
+            await asyncio.wait_for(work, 20)
+
+
+async def test_on_shared_engines_a_version_is_scored_by_priority_or_given_up_when_it_is_gone(
+    broker: Broker, make_config: ConfigFactory, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path)
+    arguments = ["--enable-priority-scheduling", "--disable-priority-preemption"]
+    tasks = [{"name": "max-digit", "prompts": 4, "samples": 2}]
+    settings = {"evaluation": {"tasks": tasks, "engines": "shared"}, "engine": {"extra_arguments": arguments}}
+    config = make_config(**{"model": {"path": folder}, "rollout.concurrent_groups": 1, **settings})
+    config.run.folder.mkdir(parents=True)
+    run = Run(broker).start()
+    broker.remove_engine("engine-1")
+    broker.publish(run.epoch, VersionRecord(0, 0, str(folder), "x"))
+    engine, stop, calls, newer = FakeEngine(version="0"), asyncio.Event(), 0, broker.name_version(run.epoch)
+
+    def answer(prompt: list[int], _rng: object) -> list[int]:
+        nonlocal calls
+        calls += 1
+        if (
+            calls == 3
+        ):  # in the middle of the first evaluation the engine goes on to a version that is not published yet
+            engine.version = str(newer)
+            serving(broker, url, newer)
+        return [max(prompt[:-1])]
+
+    engine.answer = answer
+
+    def connect(url: str) -> EngineClient:
+        return EngineClient(url, CHECKPOINT, api_key=None, timeout_s=20, priority=7)
+
+    pool = EnginePool(broker, connect, 20)
+    with engine.serve() as url:
+        serving(broker, url, 0)
+        work = asyncio.create_task(Evaluator(config, broker).run(stop, SharedEngines(pool, 5.0)))
+        await until(lambda: calls >= 3)
+        broker.publish(run.epoch, VersionRecord(newer, 1, str(folder), "x"))
+        await until(lambda: len(broker.evaluations()) == 1)
+        stop.set()
+        await asyncio.wait_for(work, 20)
+        await pool.close()
+    (record,) = broker.evaluations()
+    assert (record["version"], record["missing"], record["discarded_other_version"]) == (newer, 0, 0)
+    assert {body["priority"] for body in engine.calls("/generate")} == {7}
+
+
+def test_shared_engines_must_schedule_by_priority_and_may_not_preempt(make_config: ConfigFactory) -> None:
+    evaluation = {"tasks": [{"name": "max-digit"}], "engines": "shared"}
+    with pytest.raises(ValueError, match="disable-priority-preemption"):
+        make_config(**{"evaluation": evaluation, "engine": {"extra_arguments": ["--enable-priority-scheduling"]}})

@@ -116,9 +116,14 @@ async def test_a_checkpoint_without_a_living_trainer_is_refused(run: Run, http):
     assert (answer.status_code, await reason(answer)) == (409, "no-trainer")
 
 
-async def test_an_evaluation_is_refused_with_a_reason(http):
+async def test_an_evaluation_needs_a_living_evaluator_and_is_asked_for_until_it_begins(run: Run, http):
     answer = await http.post("/v1/evaluate")
-    assert (answer.status_code, await reason(answer)) == (409, "unsupported")
+    assert (answer.status_code, await reason(answer)) == (409, "no-evaluator")
+    assert run.broker.evaluator(30.0) is False
+    assert (await http.post("/v1/evaluate")).status_code == 200
+    assert run.broker.evaluator(30.0) is True
+    assert run.broker.evaluator(30.0, begins=True) is True
+    assert run.broker.evaluator(30.0) is False
 
 
 async def test_a_run_that_is_over_takes_no_command(run: Run, http):

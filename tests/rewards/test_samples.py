@@ -60,7 +60,7 @@ def test_the_report_escapes_what_models_write(tmp_path: Path) -> None:
     assert "<img" not in page
     score = {"value": 0.5, "low": 0.4, "high": 0.6}
     line = {"label": "<b>", "version": 7, "step": 7, "evaluation_lag": 2, "avg@8": score}
-    (tmp_path / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"evaluation": line}) + "\n")
     assert "avg@8 0.500 (0.400 to 0.600)" in evaluations(tmp_path)
     assert "<b>" not in evaluations(tmp_path)
     assert samples(tmp_path / "nothing") == evaluations(tmp_path / "nothing") == ""

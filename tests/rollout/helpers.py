@@ -30,8 +30,10 @@ def tiny_folder(directory: Path) -> Path:
     return folder
 
 
-def make_worker(config: RunConfig, broker: Any, folder: Path, *, task: Task | None = None, name: str = "w0") -> Worker:
-    """A worker on `broker` with the tokenizer of `folder`."""
+def make_worker(
+    config: RunConfig, broker: Any, folder: Path, *, task: Task | None = None, name: str = "w0", key: str | None = None
+) -> Worker:
+    """A worker on `broker` with the tokenizer of `folder`. key: the engines'."""
     checkpoint = read_checkpoint(folder)
     return Worker(
         name,
@@ -40,7 +42,7 @@ def make_worker(config: RunConfig, broker: Any, folder: Path, *, task: Task | No
         task=task or make_task("max-digit", 0),
         codec=FileCodec(folder),
         checkpoint=checkpoint,
-        connect=lambda url: EngineClient(url, checkpoint, api_key=None, timeout_s=config.rollout.generation_timeout_s),
+        connect=lambda url: EngineClient(url, checkpoint, api_key=key, timeout_s=config.rollout.generation_timeout_s),
     )
 
 

@@ -140,3 +140,68 @@ async def test_guessing_by_halves_wins_within_four_turns(
     for group in await groups_of("guess-number", run, folder, make_config):
         assert [t.reward for t in group.trajectories] == [1.0, 1.0]
     run.assert_closed()
+
+
+@pytest.mark.parametrize("interrupted", ["restart", "drop"])
+async def test_an_interrupted_episode_is_played_again_from_its_start_or_left_out(
+    run: Run, engine: FakeEngine, tmp_path: Path, make_config: ConfigFactory, interrupted: str
+) -> None:
+    folder = tiny_folder(tmp_path)
+    settings = {"rollout.interrupted": interrupted, "rollout.max_new_tokens": 16, "rollout.concurrent_groups": 1}
+    config = make_config(**{"task": {"name": "calculator"}, **settings})
+    worker = make_worker(config, run.broker, folder, task=make_task("calculator", 0))
+    ask, less = worker._codec.encode("=")[0], worker._codec.encode("<")[0]
+    later = 0
+
+    def answer(prompt: list[int], _rng: object) -> list[int]:
+        nonlocal later
+        if prompt[-1] == less:
+            return [ask, 2]
+        later += 1
+        if later <= 2:  # both episodes are in their second turn: an update comes
+            engine.abort(None)
+        return [5, 2]
+
+    engine.answer, engine.token_seconds = answer, 0.01
+    async with working(worker):
+        await until(lambda: worker.counters.totals().get("episodes_interrupted", 0) >= 2)
+        await until(lambda: ready(run.broker) >= 1, 30.0)
+    counted = worker.counters.totals()
+    first_turns = [body for body in engine.calls("/generate") if len(body["input_ids"]) == 3]
+    assert ("episode_failures" in counted) is (interrupted == "drop")
+    assert len(first_turns) >= 4
+    assert counted["discarded_tokens"] >= 4
+    for group in ready_groups(run, 2) if ready(run.broker) >= 2 else ():
+        assert all(len(t.versions) == 1 for t in group.trajectories)
+    run.assert_closed()
+
+
+async def test_an_episode_spans_at_most_so_many_versions(
+    run: Run, engine: FakeEngine, tmp_path: Path, make_config: ConfigFactory
+) -> None:
+    folder = tiny_folder(tmp_path)
+    url = run.broker.engines()[0].url
+    run.publish()
+    run.train()  # there is a version 1 now, and the engine has version 0 still
+    run.broker.remove_engine("engine-1")
+    serving(run.broker, url, 0)
+    settings = {"rollout.max_versions": 1, "rollout.max_new_tokens": 16, "rollout.concurrent_groups": 1}
+    config = make_config(**{"task": {"name": "calculator"}, **settings})
+    worker = make_worker(config, run.broker, folder, task=make_task("calculator", 0))
+    ask, less = worker._codec.encode("=")[0], worker._codec.encode("<")[0]
+
+    def answer(prompt: list[int], _rng: object) -> list[int]:
+        if prompt[-1] == less:
+            return [ask, 2]
+        if engine.version == "0":  # an update comes before the first second turn
+            engine.version = "1"
+            serving(run.broker, url, 1)
+        return [5, 2]
+
+    engine.answer = answer
+    async with working(worker):
+        await until(lambda: ready(run.broker) >= 2, 30.0)
+    assert worker.counters.totals()["episodes_interrupted"] >= 1
+    for group in ready_groups(run, 2):
+        assert all(len(t.versions) == 1 for t in group.trajectories)
+    run.assert_closed()

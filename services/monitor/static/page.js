@@ -78,6 +78,8 @@
     const states = ["issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed"];
     table("ledger", states.map((name) => [name, s.groups[name], s.tokens[name]]));
     table("events", o.events.map((e) => [new Date(e.time_ms).toISOString().slice(11, 19), e.kind, e.text]));
+    table("evaluations", o.evaluations.flatMap((e) => Object.entries(e.scores).map(([name, one]) =>
+      [e.task, e.version, e.evaluation_lag, name + " " + one.value.toFixed(3), one.low.toFixed(3) + " to " + one.high.toFixed(3)])));
     text("closes", s.closes ? "closes" : "DOES NOT CLOSE");
     $("closes").className = s.closes ? "" : "open";
 
@@ -110,9 +112,39 @@
     stream.addEventListener("error", () => { if (stream.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS); });
   }
 
+  const node = (name, content, style) => { const made = document.createElement(name); made.textContent = content; if (style) made.className = style; return made; };
+
+  function spoken(sample) {
+    const line = node("p", sample.reward.toFixed(2) + "  ");
+    for (const piece of sample.pieces) {
+      const part = node("span", piece.text, piece.version === null ? "heard" : "");
+      part.title = piece.version === null ? "environment" : "version " + piece.version;
+      if (piece.version !== null) part.style.borderBottomColor = "oklch(.62 .16 " + (piece.version % 8) * 45 + ")";
+      line.append(part);
+    }
+    return line;
+  }
+
+  let shownGroups = "";
+  async function read() {
+    const answer = await fetch("v1/samples").catch(() => null);
+    if (!answer || !answer.ok) return;
+    const groups = (await answer.json()).groups, now = groups.map((g) => g.group_id).join();
+    if (now === shownGroups) return;  // a group that someone has opened stays open while nothing is new
+    shownGroups = now;
+    $("samples").replaceChildren(...groups.map((g) => {
+      const box = document.createElement("details"), mean = g.rewards.reduce((a, b) => a + b, 0) / Math.max(1, g.rewards.length);
+      box.append(node("summary", "Prompt " + g.prompt_index + ", version " + g.version + ", lag now " + g.lag + ", mean reward " + mean.toFixed(3)));
+      box.append(node("p", g.prompt, "heard"), ...g.samples.map(spoken));
+      return box;
+    }));
+  }
+
   let resizing = 0;
   addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(redraw, 200); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   setInterval(age, 1000);
+  setInterval(read, 5000);
+  read();
   follow();
 })();

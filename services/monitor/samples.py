@@ -1,0 +1,79 @@
+"""Trajectories for people to read, as the workers wrote them down in the run's folder (rollout/samples.py).
+
+Invariant: bounded: at most SHOWN groups; a folder that this host does not see gives none, which is no error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from broker.types import Snapshot
+from rollout.samples import read_samples
+from services.monitor.shapes import Answer, base
+
+SHOWN = 24
+
+
+class Piece(BaseModel):
+    """Text of one version; null: of an environment or agent."""
+
+    version: int | None
+    text: str
+
+
+class SampleAnswer(BaseModel):
+    """One trajectory."""
+
+    reward: float
+    finish: str
+    tokens: int
+    pieces: list[Piece]
+
+
+class GroupAnswer(BaseModel):
+    """Some samples of a group. lag: what it would be if the group were trained now."""
+
+    group_id: str = Field(description="As text: it may be larger than JSON numbers are exact.")
+    prompt_index: int
+    task: str
+    version: int
+    lag: int
+    prompt: str
+    rewards: list[float]
+    samples: list[SampleAnswer]
+
+
+class SamplesAnswer(Answer):
+    """The newest versions first."""
+
+    groups: list[GroupAnswer]
+
+
+def samples(s: Snapshot, folder: Path | None, limit: int) -> SamplesAnswer:
+    """GET /v1/samples. folder: of the run; None: there is none."""
+    records = read_samples(folder, limit) if folder is not None else ()
+    return SamplesAnswer(**base(s), groups=[_group(s, record) for record in reversed(records)])
+
+
+def _group(s: Snapshot, record: Mapping[str, Any]) -> GroupAnswer:
+    version = int(record.get("version") or 0)
+    return GroupAnswer(
+        group_id=str(record.get("group", "")),
+        prompt_index=int(record.get("prompt_index") or 0),
+        task=str(record.get("task", "")),
+        version=version,
+        lag=s.version - version,
+        prompt=str(record.get("prompt", "")),
+        rewards=record.get("rewards", []),
+        samples=[_sample(one) for one in record["samples"]],
+    )
+
+
+def _sample(one: Mapping[str, Any]) -> SampleAnswer:
+    pieces = [Piece(version=version, text=text) for version, text in one.get("pieces", [])]
+    tokens, finish = int(one.get("tokens") or 0), str(one.get("finish", ""))
+    return SampleAnswer(reward=float(one.get("reward") or 0.0), finish=finish, tokens=tokens, pieces=pieces)

@@ -1,0 +1,76 @@
+"""Evaluations and samples over HTTP: what the evaluator handed in and what the workers wrote down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from httpx import ASGITransport, AsyncClient
+
+from services.monitor.app import create_app
+from services.monitor.source import Source
+from tests.monitor.conftest import Run
+
+SCORE = {"value": 0.5, "low": 0.4, "high": 0.6}
+
+
+def record(version: int, label: str = "aime24", **scores: Any) -> dict[str, Any]:
+    head = {"task": "math-jsonl", "label": label, "version": version, "step": version, "evaluation_lag": 1}
+    return {**head, "time_ms": 5, "prompts": 3, "samples": 8, "missing": 0, **(scores or {"avg@8": SCORE})}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "samples").mkdir()
+    lines = [
+        {
+            "group": 2**60 + at,
+            "prompt_index": at,
+            "task": "t",
+            "version": at,
+            "prompt": "<b>1+1</b>",
+            "rewards": [1.0, 0.0],
+            "samples": [{"reward": 1.0, "finish": "stop", "tokens": 2, "pieces": [[at, "2"], [None, "?"]]}],
+        }
+        for at in range(3)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "samples" / "worker-0.jsonl").write_text(text)
+    return tmp_path
+
+
+async def get(run: Run, path: str, folder: Path | None = None) -> Any:
+    app = create_app(Source(run.broker), folder=folder)
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://monitor") as http:
+        answer = await http.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json() if path.startswith("/v1") else answer.text
+
+
+async def test_results_are_on_the_page_in_the_answers_in_prometheus_and_in_the_log(run: Run) -> None:
+    for version in (0, 1):
+        run.broker.evaluated(record(version), f"aime24 avg@8 0.5, version {version}", 30.0)
+    run.broker.evaluated(record(1, "gsm8k"), "gsm8k", 30.0)
+    found = (await get(run, "/v1/evaluations"))["evaluations"]
+    assert [(e["task"], e["version"], e["evaluation_lag"]) for e in found] == [
+        ("gsm8k", 1, 1),
+        ("aime24", 1, 1),
+        ("aime24", 0, 1),
+    ]
+    assert found[1]["scores"] == {"avg@8": SCORE}
+    assert (await get(run, "/v1/overview"))["evaluations"] == found
+    text = await get(run, "/metrics")
+    assert 'lagrange_evaluation_score{bound="low",score="avg@8",task="aime24"} 0.4' in text
+    assert 'lagrange_evaluation_version{task="aime24"} 1.0' in text
+    assert (await get(run, "/v1/events"))["events"][1]["text"] == "aime24 avg@8 0.5, version 1"
+    page = await get(run, "/")
+    assert "<td>gsm8k</td>" in page[page.index('id="evaluations"') : page.index('id="events"')]
+
+
+async def test_samples_are_the_newest_groups_with_their_lag_and_whose_text_it_is(run: Run, folder: Path) -> None:
+    found = (await get(run, "/v1/samples?limit=2", folder))["groups"]
+    assert [(g["version"], g["lag"], g["group_id"]) for g in found] == [(2, 0, str(2**60 + 2)), (1, 1, str(2**60 + 1))]
+    assert found[0]["samples"][0]["pieces"] == [{"version": 2, "text": "2"}, {"version": None, "text": "?"}]
+    assert (await get(run, "/v1/samples"))["groups"] == []
