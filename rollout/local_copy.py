@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +69,10 @@ class Keeper:
         published = self._registry.published()
         if published is None or (self.latest is not None and self.latest.version == published.version):
             return
-        made = bring(published, self._root)
-        self.latest = made
-        LOG.info("local copy", version=made.version, bytes_read=made.bytes_read, problem=made.problem)
+        began = time.monotonic()
+        made = self.latest = bring(published, self._root)
+        seconds = round(time.monotonic() - began, 3)
+        LOG.info("local copy", version=made.version, bytes=made.bytes_read, seconds=seconds, problem=made.problem)
         self._registry.heartbeat_engine(self._engine_id, made.version, str(made.folder))
 
 

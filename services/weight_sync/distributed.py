@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,31 +191,20 @@ class Distributed:
     async def _broadcast(
         self, sender: Sender, group: str, client: EngineClient, staged: Staged, name: str
     ) -> Done[None] | Lost:
-        await client.end_update()  # a process before this one may have left a session open
+        begun = await client.begin_update()
+        if isinstance(begun, Lost):  # perhaps a process before this one left a session open
+            await client.end_update()
+            begun = await client.begin_update()
+        outcome: Done[None] | Lost = begun
         try:
-            outcome = await client.begin_update()
-            if isinstance(outcome, Done):
-                outcome = await self._send_all(sender, group, client, staged, name)
+            if isinstance(begun, Done):
+                parts = await asyncio.to_thread(buckets, staged.folder, self._reach.bucket_bytes)
+                outcome = await _both(_send_all(sender, parts), _receive_all(client, group, parts, name))
         except (SenderFailed, OSError, ValueError) as error:
             outcome = Lost(str(error))
         finally:
             ended = await client.end_update()
         return ended if isinstance(outcome, Done) else outcome
-
-    async def _send_all(
-        self, sender: Sender, group: str, client: EngineClient, staged: Staged, name: str
-    ) -> Done[None] | Lost:
-        outcome: Done[None] | Lost = Lost("the version holds no tensor")
-        parts = await asyncio.to_thread(buckets, staged.folder, self._reach.bucket_bytes)
-        for number, part in enumerate(parts, 1):
-            tensors = [(t.name, t.dtype, t.shape) for t in part]
-            outcome = await _both(
-                sender.ask({"send": [[t.path, t.name] for t in part]}),
-                client.receive(group, tensors, name, flush=number == len(parts)),
-            )
-            if isinstance(outcome, Lost):
-                return outcome
-        return outcome
 
     async def _end(self, link: Link) -> None:
         if link.making is not None and link.making is not asyncio.current_task():
@@ -224,6 +213,24 @@ class Distributed:
         sender, link.sender = link.sender, None
         if sender is not None:
             await sender.end()
+
+
+async def _send_all(sender: Sender, parts: Sequence[Sequence[Listed]]) -> None:
+    """Runs ahead of the engine, so that the next bucket is ready while the engine loads one."""
+    for part in parts:
+        await sender.ask({"send": [[t.path, t.name] for t in part]})
+
+
+async def _receive_all(
+    client: EngineClient, group: str, parts: Sequence[Sequence[Listed]], name: str
+) -> Done[None] | Lost:
+    outcome: Done[None] | Lost = Lost("the version holds no tensor")
+    for number, part in enumerate(parts, 1):
+        tensors = [(t.name, t.dtype, t.shape) for t in part]
+        outcome = await client.receive(group, tensors, name, flush=number == len(parts))
+        if isinstance(outcome, Lost):
+            break
+    return outcome
 
 
 async def _both(asked: Coroutine[Any, Any, Any], told: Coroutine[Any, Any, Done[None] | Lost]) -> Done[None] | Lost:

@@ -95,7 +95,9 @@ def transport_of(config: RunConfig, environment: Mapping[str, str], wake: Callab
             backend="nccl" if engine.device == "cuda" else "gloo",
             bucket_bytes=weights.bucket_mb << 20,
             seconds=weights.update_timeout_s,
-            environment=engine_environment(engine, environment),
+            # Not the engines' share of the GPUs: NCCL refuses a group with two ranks on one.
+            environment=engine_environment(engine, environment)
+            | {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"},
         )
         return Distributed(reach, wake)
     return Disk()

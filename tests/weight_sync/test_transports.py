@@ -15,9 +15,10 @@ import pytest
 from broker.types import EngineState
 from rollout.local_copy import Keeper
 from services.weight_sync.distributed import Distributed, Reach, buckets
+from services.weight_sync.main import settings_of, transport_of
 from services.weight_sync.reconciler import Reconciler
-from services.weight_sync.transports import Delta
-from tests.weight_sync.live import FAST, PATIENT, World, syncing, until, write_version
+from services.weight_sync.transports import Delta, Disk
+from tests.weight_sync.live import FAST, PATIENT, World, config, syncing, until, write_version
 
 FAKE_SENDER = Path(__file__).parents[1] / "fakes" / "sender.py"
 
@@ -34,6 +35,13 @@ async def broadcasting(w: World, how: str = "", *, fast: bool = False) -> AsyncI
         w, timeouts=timeouts, locked=False, transport=lambda r: Distributed(reach(how), r.wake)
     ) as reconciler:
         yield reconciler
+
+
+@pytest.mark.parametrize(("name", "kind"), [("disk", Disk), ("delta", Delta), ("distributed", Distributed)])
+def test_the_configuration_chooses_the_way(tmp_path, name, kind):
+    chosen = transport_of(config("redis://127.0.0.1:1/0", tmp_path, transport=name), os.environ, lambda: None)
+    assert isinstance(chosen, kind)
+    assert settings_of(config("redis://127.0.0.1:1/0", tmp_path, transport=name), {}).policy.locked is chosen.one_call
 
 
 def test_buckets_hold_every_tensor_once_within_the_limit_and_aligned(tmp_path):
