@@ -70,6 +70,11 @@ class EnginePool:
         trusted = [r for r in self._records if self._suspect_until.get(r.engine_id, 0.0) <= now]
         return choose(trusted, load, at_least=at_least, prefer=prefer)
 
+    @property
+    def newest(self) -> int:
+        """Largest version that an engine served at the last look, -1: none."""
+        return max((record.version for record in self._records), default=-1)
+
     async def changed(self, timeout_s: float) -> None:
         """Return when an engine changed since the last look, or after timeout_s seconds."""
         with contextlib.suppress(TimeoutError):

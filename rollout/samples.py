@@ -30,8 +30,11 @@ class SampleLog:
         self._version, self._written, self._lines = -1, 0, 0
         self.failures = 0
 
-    def note(self, group: Group) -> bool:
-        """Write the group if its version has not had its share; whether it was written."""
+    def note(self, group: Group, newest: int = -1) -> bool:
+        """Write the group if its version has not had its share; whether it was written.
+
+        newest: version that engines serve by now; -1: unknown.
+        """
         version = group.oldest_version if group.oldest_version is not None else -1
         if version < self._version or (version == self._version and self._written >= PER_VERSION):
             return False
@@ -39,7 +42,8 @@ class SampleLog:
             self._version, self._written = version, 0
         self._written += 1
         try:
-            self._write(json.dumps(readable(group, self._codec), ensure_ascii=False))
+            lag = {"lag": newest - version} if newest >= version >= 0 else {}
+            self._write(json.dumps(readable(group, self._codec) | lag, ensure_ascii=False))
         except OSError:
             self.failures += 1
             return False
@@ -59,7 +63,7 @@ class SampleLog:
 def readable(group: Group, codec: Codec) -> dict[str, Any]:
     """A group as plain data: its prompt, and of each sample the reward and its pieces, [version or null, text].
 
-    null: tokens of an environment.
+    null: tokens of an environment. What is written down also has `lag`: behind the newest version served by then.
     """
     first = group.trajectories[0]
     return {

@@ -218,7 +218,7 @@ class Worker:
             )
             check_group(group)
             if self._samples is not None:
-                self._samples.note(group)
+                self._samples.note(group, self._pool.newest)
             if self.config.task.drop_equal_groups and all_equal([t.reward for t in trajectories]):
                 self.counters.add("groups_dropped_equal")
                 await self._again(partial(self._broker.drop, ticket.group_id, self.name, tokens=group.response_tokens))

@@ -56,9 +56,10 @@ def _group(group: dict[str, Any]) -> str:
         f'<td style="white-space:pre-wrap;text-align:left">{_pieces(one.get("pieces", []))}</td></tr>'
         for one in group["samples"]
     )
+    lag = f", lag {int(group['lag'])} when it was submitted" if "lag" in group else ""
     return (
-        f"<details><summary>Prompt {group.get('prompt_index')}, version {group.get('version')}: mean reward {mean:.3g}"
-        f'</summary><p style="white-space:pre-wrap">{html.escape(str(group.get("prompt", "")))}</p><table><thead><tr>'
+        f"<details><summary>Prompt {group.get('prompt_index')}, version {group.get('version')}{lag}: mean reward "
+        f'{mean:.3g}</summary><p style="white-space:pre-wrap">{html.escape(str(group.get("prompt", "")))}</p><table><thead><tr>'
         f"<th>Reward</th><th>End</th><th>Answer</th></tr></thead><tbody>{rows}</tbody></table></details>"
     )
 

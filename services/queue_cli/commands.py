@@ -77,15 +77,21 @@ def list_groups(
 
 @groups.command()
 def show(where: WhereArgument, group: IdArgument) -> None:
-    """Show one group: its record, and its samples if the payload is there."""
-    from services.queue_cli.show import record_table, samples_table  # noqa: PLC0415
+    """Show one group: its record, its samples if the payload is there, and their text if the model is here, too."""
+    from rollout.codec import FileCodec  # noqa: PLC0415
+    from services.queue_cli.show import record_table, samples_table, spoken  # noqa: PLC0415
 
-    with opened(where) as (broker, _):
+    with opened(where) as (broker, config):
         record = found(broker, group)
         console = Console()
         console.print(record_table(record))
-        if record.payload_bytes:
-            console.print(samples_table(broker.fetch([group])[0]))
+        if not record.payload_bytes:
+            return
+        held = broker.fetch([group])[0]
+        console.print(samples_table(held))
+        if config.model.path is not None and config.model.path.is_dir():
+            at = record.trained_at if record.trained_at >= 0 else broker.snapshot().version
+            console.print(spoken(held, FileCodec(config.model.path), at))
 
 
 @groups.command()

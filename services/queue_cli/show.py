@@ -9,8 +9,11 @@ from typing import Any
 from rich.console import Group as Together
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from broker.types import Group, GroupRecord, Snapshot
+from rollout.codec import Codec
+from rollout.samples import readable
 from services.queue_cli.replay import Row
 
 LEDGER = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
@@ -106,6 +109,28 @@ def samples_table(group: Group) -> Table:
         )
         table.add_row(*(escape(str(cell)) for cell in cells))
     return table
+
+
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
+
+
+def spoken(group: Group, codec: Codec, version: int) -> Text:
+    """Prompt and answers as text; colours tell the versions that sampled a piece, dim is not the model's.
+
+    version: that trains the group, or would now: lags are to it.
+    """
+    record = readable(group, codec)
+    out = Text(record["prompt"], style="dim")
+    for number, (one, t) in enumerate(zip(record["samples"], group.trajectories, strict=False)):
+        lag = "-" if t.oldest_version is None else str(version - t.oldest_version)
+        out.append(f"\n\nsample {number}: reward {one['reward']:g}, lag {lag}, {one['finish']}\n", style="bold")
+        for made_by, text in one["pieces"]:
+            out.append(text, style="dim" if made_by is None else COLOURS[made_by % len(COLOURS)])
+    named = sorted({run.version for t in group.trajectories for run in t.versions})
+    out.append("\n\nversions: ")
+    for made_by in named:
+        out.append(f"{made_by} ", style=COLOURS[made_by % len(COLOURS)])
+    return out
 
 
 def replay_table(rows: Sequence[Row]) -> Table:

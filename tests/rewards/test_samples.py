@@ -12,6 +12,7 @@ from broker.types import Group, Trajectory, VersionRun
 from rollout.codec import FileCodec
 from rollout.samples import KEPT, PER_VERSION, SampleLog, read_samples, readable
 from services.local.report_people import evaluations, samples
+from services.queue_cli.show import COLOURS, spoken
 from tests.rollout.helpers import tiny_folder
 
 
@@ -48,6 +49,24 @@ def test_a_log_keeps_a_few_groups_of_each_version_and_no_more_than_two_files(tmp
     blocked = SampleLog(files[0] / "below-a-file" / "w0.jsonl", codec)
     assert not blocked.note(group(codec, 0))
     assert blocked.failures == 1
+
+
+def test_the_terminal_shows_what_was_said_by_whom_and_how_old_it_is(tmp_path: Path) -> None:
+    codec = FileCodec(tiny_folder(tmp_path))
+    shown = spoken(group(codec, 3), codec, 5)
+    assert shown.plain.startswith("37<\n\nsample 0: reward 0.5, lag 2, stop\n12>4")
+    at = shown.plain.index("12>4")
+    styles = [next(str(s.style) for s in shown.spans if s.start <= at + i < s.end) for i in range(4)]
+    assert styles == [COLOURS[3], COLOURS[4], "dim", COLOURS[4]]
+
+
+def test_what_is_written_down_says_how_far_behind_it_was(tmp_path: Path) -> None:
+    codec = FileCodec(tiny_folder(tmp_path))
+    log = SampleLog(tmp_path / "samples" / "w0.jsonl", codec)
+    assert log.note(group(codec, 3), 5)
+    assert log.note(group(codec, 4))
+    assert [record.get("lag") for record in read_samples(tmp_path, 9)] == [2, None]
+    assert "version 3, lag 2 when it was submitted" in samples(tmp_path)
 
 
 def test_the_report_escapes_what_models_write(tmp_path: Path) -> None:
