@@ -31,9 +31,10 @@ from broker.types import EngineRecord, EngineState, Group, Outcome, Refused, Tra
 from tests.conftest import RUN, small_config
 
 CONTEXT = multiprocessing.get_context("fork")
-ENGINE, WORKER = "engine", "worker"
+ENGINE, WORKER, PUBLISH_EVERY = "engine", "worker", 8
+POLL_S = 0.002
 # tokens, layers x top-k, groups in a batch, samples in a group
-LARGE, SMALL, GROUPED = (8192, (48, 8), 4, 1), (1000, None, 16, 1), (1000, None, 1, 16)
+LARGE, SMALL, GROUPED = (8192, (48, 8), 4, 1), (1000, None, 16, 1), (1000, None, 16, 16)
 Case = tuple[int, tuple[int, int] | None, int, int]
 
 
@@ -62,7 +63,7 @@ def broker_producer(url: str, sample: Trajectory, samples: int, batch: int, mess
     while sent < messages:
         tickets = broker.admit_many(WORKER, ENGINE, min(batch, messages - sent))
         if isinstance(tickets, Refused):
-            time.sleep(0.0005)
+            time.sleep(POLL_S)
             continue
         answers = broker.submit_many([group(t.group_id, t.prompt_index, sample, samples) for t in tickets])
         assert all(answer == "accepted" for answer in answers), answers
@@ -75,13 +76,16 @@ def broker_consumer(url: str, epoch: int, batch: int, messages: int) -> None:
         wanted = min(batch, messages - got)
         deliveries = broker.pull(epoch, version, wanted)
         if isinstance(deliveries, Refused):
-            time.sleep(0.0005)
+            time.sleep(POLL_S)
             continue
         groups = broker.fetch([d.group_id for d in deliveries])
         assert groups[0].trajectories[0].response_ids[0] >= 0
         broker.step(epoch, version, [Outcome(g.group_id) for g in groups], {}, {})
         broker.commit(epoch, version + 1)
         version, got = version + 1, got + wanted
+        if version % PUBLISH_EVERY == 0:
+            broker.publish(epoch, VersionRecord(version, version, "path", "sum"))
+            broker.register_engine(EngineRecord(ENGINE, "http://engine", EngineState.SERVING, version))
 
 
 def raw_producer(url: str, data: bytes, batch: int, messages: int) -> None:
@@ -100,7 +104,7 @@ def raw_consumer(url: str, batch: int, messages: int) -> None:
     while got < messages:
         names: Any = client.lpop("names", batch)
         if not names:
-            time.sleep(0.0005)
+            time.sleep(POLL_S)
             continue
         pipe = client.pipeline(transaction=False)
         for name in names:
@@ -202,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--messages", type=int, default=40, help="large ones in each round; 40 times as many small ones"
+        "--messages", type=int, default=40, help="large ones in each round; 40 times as many small ones, 160 grouped"
     )
     options = parser.parse_args()
     large, small = options.messages, 40 * options.messages
@@ -216,7 +220,7 @@ def main() -> None:
                     "3.2 MB broker, folder": through_broker(server, LARGE, large, "folder"),
                     "8 KB raw stream": raw(server, SMALL, small, stream=True),
                     "8 KB broker, groups of 1": through_broker(server, SMALL, small, "redis"),
-                    "8 KB broker, groups of 16": through_broker(server, GROUPED, small, "redis"),
+                    "8 KB broker, groups of 16": through_broker(server, GROUPED, 4 * small, "redis"),
                 }
             )
     medians = {

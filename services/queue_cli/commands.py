@@ -100,10 +100,12 @@ def dump(where: WhereArgument, group: IdArgument, file: Annotated[Path, typer.Ar
     from services.queue_cli.dump import write_dump  # noqa: PLC0415
 
     with opened(where) as (broker, config):
-        if not found(broker, group).payload_bytes:
+        record = found(broker, group)
+        if not record.payload_bytes:
             raise ConfigError(f"group {group} has no payload: it is still generated, or trainer.retention is prompt.")
         payload = bytes(broker.fetch_bytes([group])[0])
-        write_dump(file, config, broker.snapshot().version, group, payload)
+        version = record.trained_at if record.trained_at >= 0 else broker.snapshot().version
+        write_dump(file, config, version, group, payload)
     typer.echo(f"{file}: group {group}, {len(payload)} bytes. Look at it with `lagrange replay {file}`.")
 
 

@@ -18,7 +18,8 @@ FORMAT = "lagrange-group-1"
 
 
 class Dump(msgspec.Struct, frozen=True):
-    """payload: wire format. version: the trainer's when it was dumped. config: of the run, as a tree of plain data."""
+    """payload: wire format. version: the trainer's when it trained the group, else when it was dumped. config: of the
+    run, as a tree of plain data."""
 
     format: str
     run: str

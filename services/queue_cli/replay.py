@@ -54,7 +54,9 @@ def replay(
     settings = loss_settings(config)
     rewards = [t.reward for t in group.trajectories]
     advantages = [float(a) for a in group_advantages(rewards, settings.advantage)]
-    policy = [t.log_probs if model is None else model_log_probs(t, model, config) for t in group.trajectories]
+    policy = [t.log_probs for t in group.trajectories]
+    if model is not None:
+        policy = model_log_probs(group.trajectories, model, config)
     rows, difference = [], ""
     for index, (t, own, advantage) in enumerate(zip(group.trajectories, policy, advantages, strict=True)):
         recomputed, why = _reward(group, t, config)
@@ -76,20 +78,24 @@ def replay(
     return Replayed(tuple(rows), _loss(group, advantages, policy, config), config.trainer.loss.name, difference)
 
 
-def model_log_probs(trajectory: Trajectory, folder: Path, config: RunConfig) -> Float32Array:
-    """float32 [response]: log-probs under a checkpoint, at the run's temperature. Raises ConfigError."""
+def model_log_probs(trajectories: Sequence[Trajectory], folder: Path, config: RunConfig) -> list[Float32Array]:
+    """For each, float32 [response]: log-probs under a checkpoint, at the run's temperature. Raises ConfigError."""
     import torch  # noqa: PLC0415
 
     try:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415
+        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError("replay --model needs the package transformers: pip install transformers") from error
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))
-    with torch.no_grad():
-        logits = loaded(ids[None]).logits[0, :-1] / config.rollout.temperature
-    scores = torch.log_softmax(logits.float(), -1).gather(1, ids[1:, None])[:, 0]
-    return np.asarray(scores[len(trajectory.prompt_ids) - 1 :].numpy(), np.float32)
+    disable_progress_bar()
+    loaded, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    for t in trajectories:
+        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = loaded(ids[None]).logits[0, :-1] / config.rollout.temperature
+        scores = torch.log_softmax(logits.float(), -1).gather(1, ids[1:, None])[:, 0]
+        found.append(np.asarray(scores[len(t.prompt_ids) - 1 :].numpy(), np.float32))
+    return found
 
 
 def _difference(index: int, row: Row, t: Trajectory, own: Float32Array, tolerance: float) -> str:

@@ -44,7 +44,7 @@ def test_groups_are_listed_shown_dumped_and_requeued(
     broker.initialise(config)
     broker.set_max_lag(3)
     run = Run(broker).start()
-    run.train()
+    trained = run.train()[0].group_id
     waiting = run.ready(1)[0].group_id
     poison = run.admit()
     broker.fail(poison.group_id, WORKER, "poison [red]", final=True)
@@ -58,6 +58,8 @@ def test_groups_are_listed_shown_dumped_and_requeued(
     assert "400 bytes" in said("groups", "dump", file, waiting, tmp_path / "dump")
     dump, group, back = read_dump(tmp_path / "dump")
     assert (dump.version, group.group_id, back) == (1, waiting, config)
+    said("groups", "dump", file, trained, tmp_path / "dump")
+    assert read_dump(tmp_path / "dump")[0].version == 0  # of its step, not of now: the lag is what it was
     assert "is issued again" in said("groups", "requeue", file, poison.prompt_index)
     assert "is no dead letter" in said("groups", "requeue", file, poison.prompt_index)
     assert broker.snapshot().dead_letters == 0
