@@ -16,6 +16,7 @@ from configs.load import ConfigError
 LAST_LINE = re.compile(r"(?im)^[^\S\n]*(?:[*_#>\s]*)(?:final\s+)?answer\s*(?:is)?\s*[*_]*\s*[:=]\s*[*_]*\s*(.+?)\s*$")
 CHOICE = re.compile(r"(?i)answer\s*(?:is)?\s*[:=]?\s*[*_$\\a-z{]*?\(?\b([A-Z])\b\)?")
 ALONE = re.compile(r"^[\s*_(]*([A-Z])[*_).:]*\s*$")
+THOUSANDS = re.compile(r"(?<=\d)\\[,!;:](?=\d{3}(?!\d))")  # 10\,000, which math-verify reads as a product
 Rule = Literal["boxed", "line", "tag", "last-number", "all"]
 
 
@@ -92,8 +93,8 @@ def same_mathematics(text: str, reference: str) -> bool:
     verifier = math_verifier()
     found = extract(text)
     candidate = f"\\boxed{{{found}}}" if found is not None else after_thinking(text)
-    expected = verifier.parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
-    given = verifier.parse(candidate, parsing_timeout=None)
+    expected = verifier.parse(_written_out(f"\\boxed{{{reference}}}"), parsing_timeout=None)
+    given = verifier.parse(_written_out(candidate), parsing_timeout=None)
     if not expected or not given:
         return same_text(found, reference)
     return bool(verifier.verify(expected, given, timeout_seconds=None)) or same_text(found, reference)
@@ -124,6 +125,11 @@ def check_reference(answer: str) -> str:
     if not answer.strip():
         raise ValueError("the answer is empty")
     return answer.strip()
+
+
+def _written_out(text: str) -> str:
+    """What math-verify does not read, in a form that it does."""
+    return THOUSANDS.sub("", text).replace("\\varnothing", "\\emptyset")
 
 
 def _last(found: list[str]) -> str | None:

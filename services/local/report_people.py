@@ -59,7 +59,8 @@ def _group(group: dict[str, Any]) -> str:
     lag = f", lag {int(group['lag'])} when it was submitted" if "lag" in group else ""
     return (
         f"<details><summary>Prompt {group.get('prompt_index')}, version {group.get('version')}{lag}: mean reward "
-        f'{mean:.3g}</summary><p style="white-space:pre-wrap">{html.escape(str(group.get("prompt", "")))}</p><table><thead><tr>'
+        f'{mean:.3g}</summary><p style="white-space:pre-wrap">{html.escape(str(group.get("prompt", "")))}</p>'
+        "<table><thead><tr>"
         f"<th>Reward</th><th>End</th><th>Answer</th></tr></thead><tbody>{rows}</tbody></table></details>"
     )
 
