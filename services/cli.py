@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,6 +23,7 @@ from rich.table import Table
 from configs import ConfigError, RunConfig, load_config
 from configs.secrets import API_TOKEN, REDIS_PASSWORD, read_secret
 from services.evaluation.commands import add_to as add_evaluation_commands
+from services.options import ConfigOption, pairs
 from services.queue_cli.commands import add_to as add_queue_commands
 
 app = typer.Typer(
@@ -35,7 +35,6 @@ app = typer.Typer(
 )
 
 FileArgument = Annotated[Path, typer.Argument(help="A run's configuration, for instance configs/local.yaml.")]
-ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration.")]
 IndexOption = Annotated[int, typer.Option("--index", min=0, help="Which of the equal processes this is, from 0.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Overrides one field, as in lag.max=4.")
@@ -60,7 +59,7 @@ def up(
     """Run a whole loop on this machine: Redis, engines, trainer, workers and services."""
     from services.local import up as local  # noqa: PLC0415
 
-    raise typer.Exit(local.run(file, overrides=overrides(settings), resume=resume))
+    raise typer.Exit(local.run(file, overrides=pairs(settings, "--set"), resume=resume))
 
 
 @app.command()
@@ -68,7 +67,7 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
     """Say what a configuration means, and what is wrong with it. Exit code 0: it can run; 2: it cannot."""
     from configs import check as checks  # noqa: PLC0415
 
-    config = load_config(file, overrides(settings))
+    config = load_config(file, pairs(settings, "--set"))
     found = checks.errors(config)
     if found:
         raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
@@ -236,20 +235,6 @@ def run_config(folder: Path) -> RunConfig:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: no run (config.yaml is missing). Name a folder runs/<id>.")
     return load_config(folder / "config.yaml")
-
-
-def overrides(settings: list[str] | None) -> dict[str, Any]:
-    """["lag.max=4"] as {"lag.max": 4}; values are read as YAML. Raises ConfigError."""
-    out: dict[str, Any] = {}
-    for setting in settings or []:
-        name, equals, value = setting.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--set {setting}: expected NAME=VALUE, as in lag.max=4")
-        try:
-            out[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {setting}: {value!r} is not a YAML value") from error
-    return out
 
 
 def user_errors() -> tuple[type[Exception], ...]:

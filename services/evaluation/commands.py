@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from configs import ConfigError
+from services.options import ConfigOption, pairs
 
 
 def add_to(app: typer.Typer) -> None:
@@ -55,28 +54,12 @@ def evaluate(
     Console().print(table(record))
 
 
-def evaluator(
-    config: Annotated[Path, typer.Option("--config", help="The run's configuration.")],
-) -> None:
+def evaluator(config: ConfigOption) -> None:
     """Evaluate published versions of a run while it trains, on an engine of its own, as `evaluation` says."""
     from rollout.evaluation.follow import main  # noqa: PLC0415
     from services.deployment import process_config  # noqa: PLC0415
 
     raise typer.Exit(main(process_config(config)))
-
-
-def pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
-    """["a=1"] as {"a": 1}; values are read as YAML. Raises ConfigError."""
-    out: dict[str, Any] = {}
-    for text in texts or []:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"{option} {text}: expected NAME=VALUE")
-        try:
-            out[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{option} {text}: {value!r} is not a YAML value") from error
-    return out
 
 
 def table(record: dict[str, Any]) -> Table:

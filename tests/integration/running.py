@@ -88,8 +88,9 @@ class RunningLoop:
         return self.output.read_text(errors="replace")[-3000:]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        """The records of the steps in metrics.jsonl."""
+        records = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [record for record in records if "step" in record]
 
 
 def pids_of(role: str, folder: Path) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.engine_fixture import RealEngine
+from tests.evaluation.test_real_engine import score
 from tests.integration.running import processes_of, running_loop
 
 pytestmark = [pytest.mark.engine, pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -20,8 +23,13 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def test_reward_rises_within_the_bound_through_kills_of_every_part_and_a_resume(tmp_path: Path) -> None:
-    """One run: learn, lose each process once by kill -9, stop by Ctrl-C, go on, finish; then hold the books."""
+def test_reward_rises_within_the_bound_through_kills_of_every_part_and_a_resume(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """One run: learn, lose each process once by kill -9, stop by Ctrl-C, go on, finish; then hold the books.
+
+    An evaluation of the first and the last weights, on prompts of another seed, says that it has learned.
+    """
     max_lag, steps = 1, 150
     settings = ["--set", f"run.steps={steps}", "--set", f"lag.max={max_lag}", "--set", f"run.directory={tmp_path}"]
     settings += ["--set", "rollout.lease_s=5", "--set", "trainer.checkpoint.interval_steps=10"]
@@ -57,6 +65,10 @@ def test_reward_rises_within_the_bound_through_kills_of_every_part_and_a_resume(
     assert (folder / "report.html").stat().st_size > 10_000
     assert (folder / "model-final" / "model.safetensors").is_file()
     assert not processes_of(folder)
+    engine: RealEngine = request.getfixturevalue("real_engine")  # not before: the run is busy enough
+    before, after = (asyncio.run(score(engine, folder / name, 30))["avg@2"] for name in ("model", "model-final"))
+    engine.load(engine.folder, 31)
+    assert after["low"] > before["high"], (before, after)
 
 
 def test_a_synchronous_run_trains_every_token_at_lag_zero(tmp_path: Path) -> None:

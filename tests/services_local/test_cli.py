@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from configs import ConfigError
-from services.cli import main, overrides
+from services.cli import main
+from services.options import pairs
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,11 +120,11 @@ def test_no_command_but_the_trainer_imports_torch() -> None:
 
 
 def test_overrides_are_read_as_yaml_values() -> None:
-    assert overrides(["lag.max=4", "redis.url=null", "run.name=x", "engine.urls=[a, b]"]) == {
+    assert pairs(["lag.max=4", "redis.url=null", "run.name=x", "engine.urls=[a, b]"], "--set") == {
         "lag.max": 4,
         "redis.url": None,
         "run.name": "x",
         "engine.urls": ["a", "b"],
     }
     with pytest.raises(ConfigError, match="NAME=VALUE"):
-        overrides(["=4"])
+        pairs(["=4"], "--set")

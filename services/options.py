@@ -1,0 +1,27 @@
+"""What several commands of the command line share: options, and how NAME=VALUE is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from configs import ConfigError
+
+ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration.")]
+
+
+def pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
+    """["a=1"] as {"a": 1}; values are read as YAML. Raises ConfigError."""
+    out: dict[str, Any] = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{option} {text}: expected NAME=VALUE, as in lag.max=4")
+        try:
+            out[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{option} {text}: {value!r} is not a YAML value") from error
+    return out
