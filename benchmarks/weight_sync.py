@@ -92,13 +92,13 @@ class Bench:
         self.folder = Path(record.path)
         return record
 
-    def distributed(self, reconciler: Reconciler) -> Transport:
+    def distributed(self, wake: Callable[[], None]) -> Transport:
         """By broadcast over gloo."""
         engine = self.engine.config.engine
         environment = engine_environment(engine, os.environ)
-        return Distributed(Reach(engine.python, "127.0.0.1", 1, "gloo", 64 << 20, 60.0, environment), reconciler.wake)
+        return Distributed(Reach(engine.python, "127.0.0.1", 1, "gloo", 64 << 20, 60.0, environment), wake)
 
-    async def run(self, transport: Callable[[Reconciler], Transport], updates: int) -> dict[str, float]:
+    async def run(self, transport: Callable[[Callable[[], None]], Transport], updates: int) -> dict[str, float]:
         """Medians of one transport."""
         settings = Settings(
             policy=Policy(drain=False),
@@ -108,8 +108,7 @@ class Bench:
         )
         rows: list[dict[str, float]] = []
         async with httpx.AsyncClient(trust_env=False) as http:
-            reconciler = Reconciler(self.engine.broker, http, settings)
-            reconciler.transport = transport(reconciler)
+            reconciler = Reconciler(self.engine.broker, http, settings, transport)
             keeper = Keeper("engine-0", self.root / "local", self.engine.broker)
             tasks = [asyncio.create_task(reconciler.run()), asyncio.create_task(keeper.run())]
             for _ in range(updates + 2):
@@ -154,9 +153,9 @@ def main(updates: int, hidden: int) -> None:
             bench = Bench(engine, Path(scratch) / "weights")
             size = sum(f.stat().st_size for f in engine.folder.glob("*.safetensors"))
             found: dict[str, object] = {"bytes": size}
-            ways: dict[str, Callable[[Reconciler], Transport]] = {
-                "disk": lambda _r: Disk(),
-                "delta": lambda _r: Delta(60.0),
+            ways: dict[str, Callable[[Callable[[], None]], Transport]] = {
+                "disk": lambda _wake: Disk(),
+                "delta": lambda _wake: Delta(60.0),
                 "distributed": bench.distributed,
             }
             for name, way in ways.items():

@@ -90,7 +90,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 
 
 def launch_engine(
-    directory: Path, redis_url: str, tiny: TinyModel | None = None
+    directory: Path, redis_url: str, tiny: TinyModel | None = None, **engine: object
 ) -> tuple[RunConfig, Broker, subprocess.Popen[bytes]]:
     """Start `lagrange engine` with a tiny model, and do not wait for it."""
     from tests.conftest import small_config  # noqa: PLC0415 (conftest imports this module)
@@ -103,7 +103,7 @@ def launch_engine(
             "model": {"path": folder},
             "redis.url": redis_url,
             "run.id": f"engine-{directory.name}",
-            "engine": {"python": engine_python(), "max_total_tokens": 20000, "start_timeout_s": START_S},
+            "engine": {"python": engine_python(), "max_total_tokens": 20000, "start_timeout_s": START_S, **engine},
         },
     )
     config.run.folder.mkdir(parents=True, exist_ok=True)
@@ -125,9 +125,9 @@ def supervise(config: RunConfig, index: int) -> subprocess.Popen[bytes]:
         )
 
 
-def start_engine(directory: Path, redis_url: str, tiny: TinyModel | None = None) -> RealEngine:
-    """`lagrange engine` with a tiny model, ready and JOINING; `stop_engine` ends it."""
-    config, broker, supervisor = launch_engine(directory, redis_url, tiny)
+def start_engine(directory: Path, redis_url: str, tiny: TinyModel | None = None, **engine: object) -> RealEngine:
+    """`lagrange engine` with a tiny model, ready and JOINING; `stop_engine` ends it. engine: fields of that section."""
+    config, broker, supervisor = launch_engine(directory, redis_url, tiny, **engine)
     try:
         wait_until(
             lambda: bool(broker.engines()) or supervisor.poll() is not None, START_S, "the engine does not start"

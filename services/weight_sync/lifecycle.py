@@ -6,7 +6,7 @@ Invariants (held for every order of events by tests/weight_sync/test_lifecycle.p
   follows.
 - `maybe_paused` is set before a pause is sent and cleared only by a continue that was confirmed; while it is set, the
   next command that can be given is Continue, unless the engine is on its way to a load.
-- A pause lasts for the load alone; what runs from then until Verify has ended carries no version (next but one).
+- A pause lasts for the load alone; what runs from then until Verify has ended carries no version.
 - Newest wins: the version to load is chosen when the way to it begins, never queued.
 - What a load brings is called `unverified-N` by the engine until Verify has read it back; only then it gets the name N.
   The engine stamps each token with the name, so a token of weights that nobody verified can never pass for one of N.

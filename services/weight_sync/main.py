@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import httpx
 import structlog
@@ -55,8 +56,7 @@ def run(config: RunConfig) -> int:
 
     def build(token: str | None) -> FastAPI:
         http = httpx.AsyncClient(limits=httpx.Limits(max_connections=MAX_CONNECTIONS), trust_env=False)
-        reconciler = Reconciler(broker, http, settings)
-        reconciler.transport = transport_of(config, os.environ, reconciler.wake)
+        reconciler = Reconciler(broker, http, settings, partial(transport_of, config, os.environ))
         return create_app(reconciler, token, closing=broker.close, http=http)
 
     return run_service("weight-sync", config.weight_sync, build)
@@ -69,7 +69,6 @@ def settings_of(config: RunConfig, environment: Mapping[str, str]) -> Settings:
     return Settings(
         policy=Policy(
             drain=weights.pause == "drain",
-            locked=weights.transport != "distributed",
             tries=weights.update_tries,
             join_patience_s=engine.start_timeout_s,
         ),

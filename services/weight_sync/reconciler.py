@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 import structlog
@@ -64,18 +64,22 @@ class Totals:
 
 
 class Reconciler:
-    """Drives all registered engines towards the newest published version."""
+    """Drives all registered engines towards the newest published version.
+
+    transport: makes the way by which weights travel, given what wakes the loop.
+    """
 
     def __init__(
         self,
         registry: Registry,
         http: httpx.AsyncClient,
         settings: Settings,
-        transport: Transport | None = None,
+        transport: Callable[[Callable[[], None]], Transport] = lambda _wake: Disk(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.registry, self.policy, self.clock = registry, settings.policy, clock
-        self.transport = transport or Disk()
+        self.registry, self.clock = registry, clock
+        self.transport = transport(self.wake)
+        self.policy = replace(settings.policy, locked=self.transport.one_call)
         self.members: dict[str, Member] = {}
         self.published: VersionRecord | None = None
         self.staging_problem = ""

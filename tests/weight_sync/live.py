@@ -237,15 +237,14 @@ async def syncing(
     w: World,
     strategy: Strategy | None = None,
     timeouts: Timeouts = PATIENT,
-    transport: Callable[[Reconciler], Transport] = lambda _reconciler: Disk(),
+    transport: Callable[[Callable[[], None]], Transport] = lambda _wake: Disk(),
     **options: Any,
 ) -> AsyncIterator[Reconciler]:
     """The reconciler at work; it is stopped, and its errors shown, at the end."""
     policy = Policy(**{"tries": 2, "back_off_s": 0.05, "back_off_max_s": 0.2, "gone_after_s": 1.0, **options})
     settings = Settings(policy, strategy or Strategy(), timeouts, interval_s=0.03, exact_dtype="float32")
     async with httpx.AsyncClient(trust_env=False) as http:
-        reconciler = Reconciler(w.broker, http, settings)
-        reconciler.transport = transport(reconciler)
+        reconciler = Reconciler(w.broker, http, settings, transport)
         task = asyncio.create_task(reconciler.run())
         try:
             yield reconciler

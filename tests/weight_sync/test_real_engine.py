@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from services.weight_sync.engine_client import Done, EngineClient, Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
 from services.weight_sync.transports import Delta, Disk, Transport
-from tests.engine_fixture import RealEngine, engine_python
+from tests.engine_fixture import RealEngine, engine_python, start_engine, stop_engine
 from tests.weight_sync.live import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -61,27 +62,29 @@ def engine(real_engine: RealEngine) -> Iterator[RealEngine]:
     real_engine.broker.register_engine(replace(record, state=EngineState.JOINING, version=-1, checksum=""))
 
 
-def broadcast(reconciler: Reconciler) -> Transport:
+def broadcast(wake: Callable[[], None], ranks: int = 1) -> Transport:
     """From a real sender, over gloo, in buckets of 64 KiB."""
     python = engine_python()
     environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    return Distributed(Reach(python, "127.0.0.1", 1, "gloo", 64 << 10, 60.0, environment), reconciler.wake)
+    return Distributed(Reach(python, "127.0.0.1", ranks, "gloo", 64 << 10, 60.0, environment), wake)
 
 
 @contextlib.asynccontextmanager
 async def syncing(
-    engine: RealEngine, *, drain: bool, transport: Callable[[Reconciler], Transport] = lambda _reconciler: Disk()
+    engine: RealEngine,
+    *,
+    drain: bool,
+    transport: Callable[[Callable[[], None]], Transport] = lambda _wake: Disk(),
 ) -> AsyncIterator[Reconciler]:
     settings = Settings(
-        policy=Policy(drain=drain, locked=transport is not broadcast),
+        policy=Policy(drain=drain),
         timeouts=Timeouts(probe=20, load=60, pause=30, drain=30),
         interval_s=0.1,
-        exact_dtype=engine.config.engine.dtype,
+        exact_dtype=engine.config.engine.dtype if engine.config.engine.tensor_parallel == 1 else None,
         api_key=engine.key,
     )
     async with httpx.AsyncClient(trust_env=False) as http:
-        reconciler = Reconciler(engine.broker, http, settings)
-        reconciler.transport = transport(reconciler)
+        reconciler = Reconciler(engine.broker, http, settings, transport)
         task = asyncio.create_task(reconciler.run())
         try:
             yield reconciler
@@ -176,7 +179,7 @@ async def is_exactly(engine: RealEngine, record: VersionRecord) -> bool:
 
 async def test_copies_made_from_deltas_reach_a_real_engine_exactly(engine: RealEngine, tmp_path: Path):
     publisher, keeper = Publisher(engine, tmp_path), Keeper("engine-0", tmp_path / "local", engine.broker)
-    async with syncing(engine, drain=True, transport=lambda _reconciler: Delta(60.0)) as reconciler:
+    async with syncing(engine, drain=True, transport=lambda _wake: Delta(60.0)) as reconciler:
         copies = asyncio.create_task(keeper.run())
         for first in (True, False, False):
             record = await publisher.publish()
@@ -201,3 +204,24 @@ async def test_broadcasts_reach_a_real_engine_exactly_and_a_dead_sender_costs_on
             assert await is_exactly(engine, await publisher.publish())
             assert transport.fallbacks == fallbacks
         assert reconciler.members["engine-0"].figures.verified_exactly == 4
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+async def test_a_broadcast_brings_both_ranks_of_a_tensor_parallel_engine_what_the_files_would(
+    engine_redis: str, tmp_path: Path
+):
+    engine = await asyncio.to_thread(start_engine, tmp_path / "tp2", engine_redis, tensor_parallel=2)
+    try:
+        publisher, before = Publisher(engine, tmp_path), await checksums(engine)
+        transport = functools.partial(broadcast, ranks=2)
+        async with syncing(engine, drain=True, transport=transport) as reconciler:
+            for _ in range(2):
+                record = await publisher.publish()
+            assert reconciler.transport.fallbacks == 0
+        received = await checksums(engine)
+        assert received != before
+        await asyncio.to_thread(engine.load, Path(record.path), record.version)
+        assert await checksums(engine) == received
+    finally:
+        await asyncio.to_thread(stop_engine, engine)

@@ -15,7 +15,7 @@ import pytest
 from broker.types import EngineState
 from rollout.local_copy import Keeper
 from services.weight_sync.distributed import Distributed, Reach, buckets
-from services.weight_sync.main import settings_of, transport_of
+from services.weight_sync.main import transport_of
 from services.weight_sync.reconciler import Reconciler
 from services.weight_sync.transports import Delta, Disk
 from tests.weight_sync.live import FAST, PATIENT, World, config, syncing, until, write_version
@@ -31,9 +31,7 @@ def reach(how: str = "", bucket_bytes: int = 1024) -> Reach:
 @contextlib.asynccontextmanager
 async def broadcasting(w: World, how: str = "", *, fast: bool = False) -> AsyncIterator[Reconciler]:
     timeouts = FAST if fast else PATIENT
-    async with syncing(
-        w, timeouts=timeouts, locked=False, transport=lambda r: Distributed(reach(how), r.wake)
-    ) as reconciler:
+    async with syncing(w, timeouts=timeouts, transport=lambda wake: Distributed(reach(how), wake)) as reconciler:
         yield reconciler
 
 
@@ -41,7 +39,6 @@ async def broadcasting(w: World, how: str = "", *, fast: bool = False) -> AsyncI
 def test_the_configuration_chooses_the_way(tmp_path, name, kind):
     chosen = transport_of(config("redis://127.0.0.1:1/0", tmp_path, transport=name), os.environ, lambda: None)
     assert isinstance(chosen, kind)
-    assert settings_of(config("redis://127.0.0.1:1/0", tmp_path, transport=name), {}).policy.locked is chosen.one_call
 
 
 def test_buckets_hold_every_tensor_once_within_the_limit_and_aligned(tmp_path):
@@ -118,7 +115,7 @@ async def test_a_process_that_takes_over_closes_the_session_that_another_left_op
 async def test_an_engine_loads_the_copy_on_its_own_host(w: World, tmp_path):
     engine = w.add_engine("e0")
     keeper = Keeper("e0", tmp_path / "local", w.broker)
-    async with syncing(w, transport=lambda _r: Delta(60.0)) as reconciler:
+    async with syncing(w, transport=lambda _wake: Delta(60.0)) as reconciler:
         copies = asyncio.create_task(keeper.run())
         for _ in range(2):
             record = w.publish()
@@ -133,7 +130,7 @@ async def test_an_engine_loads_the_copy_on_its_own_host(w: World, tmp_path):
 
 async def test_an_engine_without_a_copy_loads_the_published_files_in_the_end(w: World):
     engine = w.add_engine("e0")
-    async with syncing(w, transport=lambda _r: Delta(0.2)) as reconciler:
+    async with syncing(w, transport=lambda _wake: Delta(0.2)) as reconciler:
         record = w.publish()
         await until(lambda: w.serves("e0", record.version))
         assert reconciler.transport.fallbacks == 1
@@ -145,7 +142,7 @@ async def test_a_copy_that_is_not_what_it_says_is_quarantined_like_any_other_wei
     first, other = w.publish(), write_version(tmp_path / "other", 77)
     w.broker.heartbeat_engine("e0", first.version, other.path)
     w.violations.clear()
-    async with syncing(w, transport=lambda _r: Delta(60.0)) as reconciler:
+    async with syncing(w, transport=lambda _wake: Delta(60.0)) as reconciler:
         await until(lambda: reconciler.members.get("e0") and reconciler.members["e0"].figures.failures >= 2)
         assert w.record("e0").state is not EngineState.SERVING
         w.broker.heartbeat_engine("e0", first.version + 1, "")
