@@ -16,6 +16,7 @@ from rollout.evaluation.run import Plan, evaluate, result
 from rollout.rewards import ThreadJudge
 from rollout.tasks import make_task
 from tests.engine_fixture import RealEngine, engine_python
+from tests.evaluation.smollm import write_smollm
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 SCORES = ("avg@2", "pass@1", "pass@2", "prompts", "samples", "missing", "mean_tokens", "truncated")
@@ -61,3 +62,17 @@ def evaluated(folder: Path, directory: Path, task: str, *settings: str, paramete
     )
     assert done.returncode == 0, done.stderr
     return json.loads(output.read_text().splitlines()[-1])
+
+
+@pytest.mark.soak
+def test_a_real_model_loads_generates_and_is_scored_on_questions_of_reasoning_gym(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    write_smollm(tmp_path / "model")
+    limits = ("rollout.max_new_tokens=48", "rollout.generation_timeout_s=600", "engine.max_total_tokens=4096")
+    terms = "parameters={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
+    record = evaluated(
+        tmp_path / "model", tmp_path, "reasoning-gym", *limits, parameters=("generator=chain_sum", terms)
+    )
+    assert (record["prompts"], record["missing"]) == (8, 0)
+    assert record["avg@2"]["value"] > 0, "not one sum of two digits was right"
+    assert 1 < record["mean_tokens"] <= 48
