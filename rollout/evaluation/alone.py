@@ -16,11 +16,10 @@ from rollout.checkpoint import read_checkpoint
 from rollout.client import InvalidAnswer, Sample, Sampling
 from rollout.codec import FileCodec
 from rollout.evaluation.engine import evaluation_engine
-from rollout.evaluation.run import Plan, evaluate, result
+from rollout.evaluation.run import Plan, check_task, evaluate, result
 from rollout.rewards import make_judge
 from rollout.rewards.pool import PoolLimits, child_environment
 from rollout.tasks import make_task
-from rollout.tasks.prepare import try_prompt
 
 
 def alone_config(checkpoint: Path, task: str, parameters: Mapping[str, Any], settings: Mapping[str, Any]) -> RunConfig:
@@ -50,7 +49,7 @@ async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, versi
         raise ConfigError("name the folder of a checkpoint")
     task = make_task(config.task.name, config.run.seed, config.task.parameters)
     codec, checkpoint = FileCodec(config.model.path), read_checkpoint(config.model.path)
-    try_prompt(task, codec)
+    check_task(task, codec)
     rollout = config.rollout
     judge = make_judge(
         task,

@@ -38,12 +38,11 @@ from rollout.connect import connect_broker
 from rollout.engines import EnginePool
 from rollout.evaluation.best import hold, keep_best
 from rollout.evaluation.engine import EngineFailed, evaluation_engine, load
-from rollout.evaluation.run import Plan, Superseded, evaluate, in_words, result
+from rollout.evaluation.run import Plan, Superseded, check_task, evaluate, in_words, result
 from rollout.evaluation.served import Engines, OwnEngine, SharedEngines
 from rollout.rewards import Judge, make_judge
 from rollout.rewards.pool import PoolLimits, child_environment
 from rollout.tasks import Task, make_task
-from rollout.tasks.prepare import try_prompt
 from rollout.threads import in_thread
 
 LOG = structlog.get_logger()
@@ -142,7 +141,7 @@ class Evaluator:
         self._sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, stop_ids)
         self._tasks = [(one, *_prepared(one, config)) for one in config.evaluation.tasks]
         for _, task, _ in self._tasks:
-            try_prompt(task, self._codec)
+            check_task(task, self._codec)
 
     async def close(self) -> None:
         """End the processes of rewards."""

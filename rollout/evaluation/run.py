@@ -14,12 +14,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from configs.load import ConfigError
+from rollout.agents import AgentTask
 from rollout.client import EngineError, InvalidAnswer, Sample
 from rollout.codec import Codec
 from rollout.evaluation.estimates import Estimate, average_at_k, pass_rate_at_k, powers_of_two
 from rollout.rewards import Judge, RewardFailed
 from rollout.tasks import Prompt, Response, Task
-from rollout.tasks.prepare import encode_prompt
+from rollout.tasks.prepare import encode_prompt, try_prompt
 
 Generate = Callable[[Sequence[int], int], Awaitable[list[Sample | InvalidAnswer]]]
 
@@ -52,6 +54,13 @@ class Answers:
     missing: int = 0
     last_error: str = ""
     seconds: float = 0.0
+
+
+def check_task(task: Task, codec: Codec) -> None:
+    """Raises ConfigError if the task cannot be evaluated on this model: said before an engine is started."""
+    if isinstance(task, AgentTask):
+        raise ConfigError(f"task {task.name!r}: an agent cannot be evaluated, only trained (docs/agents.md).")
+    try_prompt(task, codec)
 
 
 async def evaluate(task: Task, judge: Judge, codec: Codec, generate: Generate, plan: Plan) -> Answers:

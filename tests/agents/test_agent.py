@@ -16,6 +16,7 @@ from broker.queue import Broker
 from broker.types import Group, check_group
 from configs.load import ConfigError
 from rollout.codec import FileCodec
+from rollout.evaluation.run import check_task
 from rollout.tasks import make_task
 from rollout.tasks.prepare import try_prompt
 from rollout.worker import Worker
@@ -137,4 +138,6 @@ def test_a_model_without_a_chat_template_and_a_function_that_is_not_async_are_fo
         try_prompt(task, FileCodec(folder))
     with pytest.raises(ConfigError, match="async def"):
         make_task("agent-jsonl", 0, {**agent("silent", tmp_path), "function": "json:loads"})
+    with pytest.raises(ConfigError, match="only trained"):
+        check_task(task, FileCodec(folder))
     assert asyncio.iscoroutinefunction(type(task).run)
