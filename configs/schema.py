@@ -360,7 +360,12 @@ class RaySection(Section):
 class TrainerSection(Section):
     """The Megatron-core trainer."""
 
-    groups_per_step: Positive = Field(16, description="Groups trained in one optimizer step.")
+    groups_per_step: Positive = Field(16, description="Groups trained in one step: one batch, one version.")
+    steps_per_batch: Positive = Field(
+        1,
+        description="Optimizer updates on one batch, each on its own part of the samples; versions, and so lag.max, "
+        "count batches.",
+    )
     layout: LayoutSection = Field(default_factory=LayoutSection, description="Ranks and how they share the model.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where the trainer computes: gloo on cpu, NCCL on cuda.")
     dtype: Literal["float32", "bfloat16"] = Field(

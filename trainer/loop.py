@@ -1,6 +1,6 @@
 """The training loop: choose a batch, train it, record the step, publish, keep.
 
-Invariants. 1: right before each update every trained token's lag is checked against the bound; a violation stops the
+Invariants. 1: right before the update every trained token's lag is checked against the bound; a violation stops the
 trainer. 2: a group's effect reaches the weights at most once in the history that survives: the step is recorded after
 the update and committed after the checkpoint that holds it (`keeper`), and the checkpoint names the groups consumed
 since the one before. 6: a fenced trainer ends at its next word with the broker, before it can publish or commit. A loss
@@ -12,25 +12,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import structlog
 import torch
-from torch import Tensor
 
 from broker.logs import bind_version
 from broker.types import Delivery, Group, Outcome, Refused
 from configs.schema import RunConfig
 from trainer.background import Background, Inline
-from trainer.batch import MicroBatch, RouteShape
+from trainer.batch import RouteShape
 from trainer.chooser import Choice, Chooser, share_choice
 from trainer.data import (
     Share,
     fetch_share,
     is_filtered,
     lacks_routes,
-    micro_batches,
     reward_sums,
     samples_of,
     tokens_beyond,
@@ -40,13 +37,11 @@ from trainer.failed_batch import save_failed_batch
 from trainer.keeper import Keeper
 from trainer.losses.catalogue import LossSettings, loss_settings
 from trainer.losses.sat import Gate
-from trainer.losses.step import StepLoss
 from trainer.ports import CheckpointPort, MetricsSink, PolicyPort, Ranks, TrainerBroker
 from trainer.progress import Progress, RunFailed, share_numbers
 from trainer.quantile import SumCounts, alone
-from trainer.schedule import learning_rate, staleness_factor
-from trainer.statistics import step_statistics
 from trainer.timing import Stopwatch
+from trainer.update import Moment, NotFinite, Updater
 
 log = structlog.get_logger()
 
@@ -91,6 +86,9 @@ class Trainer:
             background=background or Inline(),
         )
         self._sum: SumCounts = ranks.sum_over_data if ranks.data_size > 1 else alone
+        self._updater = Updater(
+            config, self.settings, ranks=ranks, policy=policy, route_shape=route_shape, sum_over=self._sum
+        )
         self._watch = Stopwatch(clock)
 
     def run(self) -> End:
@@ -164,42 +162,20 @@ class Trainer:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """One optimizer step; False if the trainer was asked to stop before its update."""
+        """Train one batch; False if the trainer was asked to stop before its update."""
         p, watch = self.progress, self._watch
         chosen = self._choose(watch)
         if chosen is None:
             return False
         choice, share, groups = chosen
+        bound = self._check_bound(groups)
         with watch.measure("pack_s"):
             samples = samples_of(groups, self.settings, self.ranks)
-            budget, multiple = self.config.trainer.micro_batch_tokens, self.config.trainer.layout.tensor
-            batches = micro_batches(samples, budget, self.route_shape, multiple, self.ranks)
             filtered = self._filtered(choice.deliveries, share, groups)
-        batches, loss = self._prepare(batches, watch)
-        bound = self._check_bound(groups)
-        with watch.measure("forward_backward_s"):
-            reports = self.policy.forward_backward(
-                batches, loss, entropy_gradient=self.settings.entropy_coefficient > 0
-            )
-            self._check_finite(reports, batches, groups)
-        record, gate = step_statistics(
-            batches,
-            reports,
-            version=p.version,
-            max_lag=bound,
-            settings=self.settings,
-            gate=loss.context.gate,
-            sum_over=self._sum,
-        )
-        optimizer = self.config.trainer.optimizer
-        rate = learning_rate(optimizer, p.step, self.config.run.steps)
-        rate *= staleness_factor(optimizer, record["lag_mean"], record["ess"])
-        with watch.measure("optimizer_s"):
-            norm, applied = self.policy.optimizer_step(rate)
-        if not applied:
-            self._fail(batches, reports, groups, "the optimizer refused the step: a gradient is not finite")
-        p.gate = gate
-        record |= {"grad_norm": norm, "learning_rate": rate, "replay_overlap": self._replay_overlap()}
+        try:
+            record, p.gate = self._updater.train(samples, Moment(p.step, p.version, bound, p.gate), watch)
+        except NotFinite as error:
+            self._fail(error, groups)
         record |= self._batch_facts(choice, groups, filtered)
         lags = self._sum(tokens_by_lag(groups, p.version, bound + 1)).tolist()
         self._record(choice, filtered, {i: int(n) for i, n in enumerate(lags) if n}, record, watch)
@@ -246,19 +222,6 @@ class Trainer:
         self._keeper.check()  # a version that cannot be written would be waited for without end
         return self.broker.pull(self.progress.epoch, self.progress.version, self.config.trainer.groups_per_step)
 
-    def _prepare(self, batches: list[MicroBatch], watch: Stopwatch) -> tuple[list[MicroBatch], StepLoss]:
-        """The micro-batches with all that the loss wants of each, and the loss with what it wants to know of all."""
-        loss = StepLoss(self.settings, previous=self.progress.gate, sum_over=self._sum)
-        with watch.measure("log_prob_s"):
-            if self.settings.reference_kl:
-                found = self.policy.reference_log_probs(batches)
-                batches = [replace(b, reference_log_probs=s.log_probs) for b, s in zip(batches, found, strict=True)]
-            if not self.settings.needs_log_prob_pass:
-                loss.measure(batches, None)
-            elif len(batches) > 1 or self.config.trainer.layout.pipeline > 1:  # other stages see no loss
-                loss.measure(batches, [scores.log_probs for scores in self.policy.log_probs(batches)])
-        return batches, loss
-
     def _check_bound(self, groups: Sequence[Group]) -> int:
         """Invariant 1, the last check before the update; returns the bound that holds now."""
         p, bound = self.progress, self.config.lag.max
@@ -276,39 +239,28 @@ class Trainer:
                 )
         return bound
 
-    def _check_finite(
-        self, reports: Sequence[dict[str, Tensor]], batches: Sequence[MicroBatch], groups: Sequence[Group]
-    ) -> None:
-        loss = sum((float(report["loss"]) for report in reports), 0.0)
-        bad_losses = self._count(0 if math.isfinite(loss) else 1)
-        if bad_losses or not self.policy.gradients_finite():
-            what = "loss" if bad_losses else "gradient"
-            self._fail(batches, reports, groups, f"the {what} is not finite")
-
-    def _fail(
-        self, batches: Sequence[MicroBatch], reports: Sequence[dict[str, Tensor]], groups: Sequence[Group], why: str
-    ) -> None:
+    def _fail(self, error: NotFinite, groups: Sequence[Group]) -> NoReturn:
         p = self.progress
         folder = self.config.run.folder / f"failed-batch-{p.step + 1}"
         facts = {
-            "why": why,
+            "why": str(error),
             "step": p.step + 1,
             "version": p.version,
             "groups": [g.group_id for g in groups],
-            "losses": [float(r["loss"]) for r in reports],
+            "losses": [float(r["loss"]) for r in error.reports],
         }
         try:
-            save_failed_batch(folder, self.ranks.data_rank, groups, batches, reports=reports, facts=facts)
+            save_failed_batch(folder, self.ranks.data_rank, groups, error.batches, reports=error.reports, facts=facts)
             kept = f"The batch is in {folder}."
-        except OSError as error:
-            kept = f"The batch could not be saved ({error})."
+        except OSError as problem:
+            kept = f"The batch could not be saved ({problem})."
         self.ranks.barrier()
         if self.ranks.is_main:
             self.broker.return_leased(p.epoch)
         raise RunFailed(
-            f"step {p.step + 1}: {why}. No update was made and the groups are back in the queue. {kept} Lower "
+            f"step {p.step + 1}: {error}. Nothing of it is kept and its groups are back in the queue. {kept} Lower "
             "trainer.optimizer.learning_rate, or look at the batch, then resume from the last checkpoint."
-        )
+        ) from error
 
     def _check_routes(self, groups: Sequence[Group]) -> None:
         needed = self.route_shape is not None and self.config.trainer.routing_replay == "required"
@@ -325,9 +277,6 @@ class Trainer:
         for index, group in zip(share.indexes, groups, strict=True):
             flags[index] = int(is_filtered(group))
         return [bool(f) for f in self._sum(flags).tolist()]
-
-    def _replay_overlap(self) -> float | None:
-        return self.policy.replay_metrics().overlap if self.route_shape is not None else None
 
     def _batch_facts(self, choice: Choice, groups: Sequence[Group], filtered: Sequence[bool]) -> dict[str, Any]:
         n, total, squares, lengths = self._sum(reward_sums(groups)).tolist()

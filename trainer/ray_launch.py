@@ -74,16 +74,7 @@ def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
         import ray  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ConfigError("trainer.launcher is ray, but ray is not installed: pip install ray==2.60.0.") from error
-    ranks = config.trainer.layout.ranks
-    address = config.trainer.ray.address or os.environ.get("RAY_ADDRESS")
-    own = address is None
-    ray.init(
-        address=address or "local",
-        log_to_driver=True,
-        logging_level="warning",
-        include_dashboard=False if own else None,
-        num_cpus=max(ranks, os.cpu_count() or 1) if own else None,
-    )
+    _connect(ray, config)
     try:
         with signals_noted() as noted:
             for attempt in range(config.trainer.ray.restarts + 1):
@@ -94,6 +85,31 @@ def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
             return code
     finally:
         ray.shutdown()
+
+
+def _connect(ray: Any, config: RunConfig) -> None:
+    """Join the cluster, or start a local one: again until it is up, for Ray itself waits 30 s for a busy machine."""
+    settings = config.trainer.ray
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    own = address is None
+    deadline = time.monotonic() + settings.start_timeout_s
+    while True:
+        try:
+            ray.init(
+                address=address or "local",
+                log_to_driver=True,
+                logging_level="warning",
+                include_dashboard=False if own else None,
+                num_cpus=max(config.trainer.layout.ranks, os.cpu_count() or 1) if own else None,
+            )
+            return
+        except Exception as error:  # what ray raises when its node does not come up has no class of its own
+            ray.shutdown()
+            if not own or time.monotonic() > deadline:
+                raise ConfigError(
+                    f"no Ray cluster at {address or 'this machine'} within {settings.start_timeout_s} s: {error}"
+                ) from error
+            log.warning("ray did not come up and is started again", problem=str(error)[:200])
 
 
 def _group(config: RunConfig, module: str, arguments: Sequence[str], noted: list[int]) -> int:
@@ -128,7 +144,7 @@ def _group(config: RunConfig, module: str, arguments: Sequence[str], noted: list
             _start(ray, actors, places, module, arguments, settings.start_timeout_s)
             return _watch(ray, actors, noted)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            log.warning("a rank's actor is lost", problem=str(error).splitlines()[0])
+            log.warning("a rank's actor is lost", problem=str(error)[:200])
             return _LOST
     finally:
         for handle in actors:

@@ -387,3 +387,24 @@ def test_a_log_prob_pass_is_made_only_where_a_rank_has_several_micro_batches(
     trainer_of(config, handle, World(config, handle), MemoryCheckpoints(), policy=policy).run()
     assert policy.calls == passes
     assert all(r["sat"]["q"] is not None for r in records(config))
+
+
+def test_several_optimizer_steps_a_batch_make_one_version_and_train_each_sample_once(
+    config: Any, handle: Broker
+) -> None:
+    trainer = config.trainer.model_copy(update={"steps_per_batch": 2})
+    config = config.model_copy(update={"trainer": trainer})
+    policy = BigramPolicy()
+    trainer_of(config, handle, World(config, handle), MemoryCheckpoints(), policy=policy).run()
+    found = records(config)
+    assert policy.steps == 12
+    assert [(r["step"], r["version"]) for r in found] == [(i, i) for i in range(1, 7)]
+    seen = handle.snapshot()
+    assert (seen.step, seen.version) == (6, 6)
+    assert seen.groups.closes
+    samples = config.trainer.groups_per_step * config.rollout.samples_per_prompt
+    for number, record in enumerate(found):
+        parts = policy.trained[2 * number : 2 * number + 2]
+        assert [sum(b.sequences for b in part) for part in parts] == [samples // 2, samples - samples // 2]
+        assert sum(int(b.loss_mask.sum()) for part in parts for b in part) == record["trained_tokens"]
+        assert record["lag_max"] <= config.lag.max

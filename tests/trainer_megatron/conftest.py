@@ -41,7 +41,7 @@ def run(*command: str, timeout: float = 580) -> None:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of make_reference.py: models, log-probs, entropies and gradients by transformers."""
     folder = tmp_path_factory.mktemp("reference")
-    run("-m", "tests.trainer_megatron.make_reference", str(folder), "moe", "moe-tied", "qwen3", "llama")
+    run("-m", "tests.trainer_megatron.make_reference", str(folder), "moe", "moe-tied", "qwen2", "qwen3", "llama")
     return folder
 
 
@@ -65,7 +65,7 @@ def single(reference: Path, ranks: Runner, tmp_path_factory: pytest.TempPathFact
     routed = {"with_routes": True}
     moe = str(reference / "moe")
     do: list[list[Any]] = []
-    for family in ("moe-tied", "qwen3", "llama"):
+    for family in ("moe-tied", "qwen2", "qwen3", "llama"):
         do += [
             ["model", "", {"folder": str(reference / family)}],
             ["scores", f"scores-{family}", {}],

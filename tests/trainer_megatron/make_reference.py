@@ -39,6 +39,8 @@ def make(family: str, folder: Path) -> None:
     from transformers import (  # noqa: PLC0415 - slow to import
         LlamaConfig,
         LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -66,12 +68,15 @@ def make(family: str, folder: Path) -> None:
             Qwen3MoeConfig(**common, **(moe | {"norm_topk_prob": False}), mlp_only_layers=[0], tie_word_embeddings=True)
         ),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**common, tie_word_embeddings=True)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**common, tie_word_embeddings=True)),
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=False)),
     }[family]()
     model = model.float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(parameter, 1.0, 0.2)
+        elif "bias" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
     model.save_pretrained(folder / family)
     scores = []
     for ids, _ in data.sequences():

@@ -38,6 +38,18 @@ FOUR: dict[str, Layout] = {
         "trainer.layout.expert": 2,
         "trainer.recompute": True,
     },
+    "TP2xEP2xETP2": {
+        "trainer.layout.data": 2,
+        "trainer.layout.tensor": 2,
+        "trainer.layout.expert": 2,
+        "trainer.layout.expert_tensor": 2,
+        "trainer.recompute": True,
+    },
+    "TP2xPP2": {
+        "trainer.layout.tensor": 2,
+        "trainer.layout.pipeline": 2,
+        "trainer.recompute": True,
+    },
 }
 LAYOUTS = [*TWO, *(pytest.param(name, marks=pytest.mark.soak) for name in FOUR)]
 
@@ -54,6 +66,7 @@ def work(name: str, layout: Layout, moe: str, folder: Path) -> tuple[Layout, lis
         ["model", "", {"folder": moe, "overrides": SPREAD}],
         ["gradients", f"{name}--", routed],
         ["step", f"{name}-spread-1", {}],
+        ["stage_alone", f"{name}--", {"root": root}],
         ["beside", f"{name}-beside", {"folder": str(folder / f"{name}-beside"), "root": root}],
         ["gradients", f"{name}--", routed],
         ["step", f"{name}-spread-3", {}],
@@ -83,6 +96,17 @@ def two(reference: Path, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -
             ],
         )
     )
+    parts.append(
+        (
+            TWO["TP2"],
+            [
+                ["model", "", {"folder": str(reference / "qwen2")}],
+                ["scores", "biased-scores", {}],
+                ["gradients", "biased-gradients", {}],
+                ["export", "biased-export", {"folder": str(folder / "biased")}],
+            ],
+        )
+    )
     parts.append(  # the checkpoint of another layout
         (
             TWO["TP2"] | SPREAD,
@@ -99,21 +123,25 @@ def two(reference: Path, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def half(reference: Path, ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """bfloat16 on two data-parallel ranks with the distributed optimizer."""
+    """bfloat16 in every layout of two ranks, with the distributed optimizer."""
     folder = tmp_path_factory.mktemp("half")
-    layout = {"trainer.layout.data": 2, "trainer.dtype": "bfloat16"} | SPREAD
-    do = [
-        ["model", "", {"folder": str(reference / "moe")}],
-        ["gradients", "routed", {"with_routes": True}],
-        ["step", "step-1", {}],
-        ["save", "saved", {"root": str(folder), "step": 1}],
-        ["gradients", "-", {"with_routes": True}],
-        ["step", "step-2", {}],
-        ["load", "loaded", {"root": str(folder)}],
-        ["gradients", "-", {"with_routes": True}],
-        ["step", "resumed-2", {}],
-    ]
-    found: Results = ranks((layout, do))
+
+    def do(name: str) -> list[list[Any]]:
+        root = str(folder / name)
+        return [
+            ["model", "", {"folder": str(reference / "moe")}],
+            ["gradients", f"{name}-routed", {"with_routes": True}],
+            ["step", f"{name}-step-1", {}],
+            ["save", f"{name}-saved", {"root": root, "step": 1}],
+            ["gradients", f"{name}--", {"with_routes": True}],
+            ["step", f"{name}-step-2", {}],
+            ["load", f"{name}-loaded", {"root": root}],
+            ["gradients", f"{name}--", {"with_routes": True}],
+            ["step", f"{name}-resumed-2", {}],
+        ]
+
+    bfloat16 = {"trainer.dtype": "bfloat16"} | SPREAD
+    found: Results = ranks(*((layout | bfloat16, do(name)) for name, layout in TWO.items()))
     return found
 
 
@@ -171,6 +199,14 @@ def test_tied_embeddings_on_two_pipeline_stages_stay_one_tensor(single: Single, 
     assert different(exported, stepped) == []
 
 
+def test_biases_of_query_key_and_value_are_cut_with_their_heads(single: Single, two: Single, reference: Path) -> None:
+    found, folder = two
+    assert largest(found["biased-scores"], single[0]["scores-qwen2"]) < 1e-5
+    assert relative(part(found["biased-gradients"], "grad"), part(single[0]["gradients-qwen2"], "grad")) < 1e-5
+    written = load_file(folder / "biased" / "model.safetensors")
+    assert different(written, load_file(reference / "qwen2" / "model.safetensors")) == []
+
+
 def test_a_checkpoint_is_resumed_by_its_weights_in_another_layout(two: Single) -> None:
     found = two[0]
     assert int(found["other-loaded"]["step"]) == 9
@@ -180,13 +216,14 @@ def test_a_checkpoint_is_resumed_by_its_weights_in_another_layout(two: Single) -
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("layout", TWO)
 def test_bfloat16_with_the_distributed_optimizer_follows_float32_and_resumes_bit_for_bit(
-    single: Single, half: Results
+    single: Single, half: Results, layout: str
 ) -> None:
-    want = single[0]
-    assert distance(part(half["routed"], "grad"), part(want["routed"], "grad")) < 0.1
+    want, found = single[0], {k.removeprefix(f"{layout}-"): v for k, v in half.items()}
+    assert distance(part(found["routed"], "grad"), part(want["routed"], "grad")) < 0.1
     # One step of Adam moves a weight by about 0.01; bfloat16 rounds a weight of 0.15 by up to 0.0005.
-    assert distance(weights(half["step-1"]), weights(want["step-1"])) < 0.06
-    assert all(value.dtype == torch.bfloat16 for value in weights(half["step-1"]).values())
-    assert different(weights(half["loaded"]), weights(half["step-1"])) == []
-    assert different(half["resumed-2"], half["step-2"]) == []
+    assert distance(weights(found["step-1"]), weights(want["step-1"])) < 0.06
+    assert all(value.dtype == torch.bfloat16 for value in weights(found["step-1"]).values())
+    assert different(weights(found["loaded"]), weights(found["step-1"])) == []
+    assert different(found["resumed-2"], found["step-2"]) == []

@@ -20,20 +20,20 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 Single = tuple[dict[str, dict[str, torch.Tensor]], Path]
 
 
-@pytest.mark.parametrize("family", ["moe", "moe-tied", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["moe", "moe-tied", "qwen2", "qwen3", "llama"])
 def test_log_probs_and_entropies_equal_those_of_transformers(single: Single, reference: Path, family: str) -> None:
     got, want = single[0][f"scores-{family}"], load_file(reference / f"{family}.safetensors")
     assert largest(part(got, "log_probs"), part(want, "log_probs")) < 1e-5
     assert largest(part(got, "entropy"), part(want, "entropy")) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["moe", "moe-tied", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["moe", "moe-tied", "qwen2", "qwen3", "llama"])
 def test_gradients_are_the_sum_of_the_micro_batches_losses(single: Single, reference: Path, family: str) -> None:
     got, want = single[0][f"gradients-{family}"], load_file(reference / f"{family}.safetensors")
     assert relative(part(got, "grad"), part(want, "grad")) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["moe", "moe-tied", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["moe", "moe-tied", "qwen2", "qwen3", "llama"])
 def test_an_exported_folder_holds_the_bytes_that_were_loaded(single: Single, reference: Path, family: str) -> None:
     folder = single[1] / family
     assert not different(load_file(folder / "model.safetensors"), load_file(reference / family / "model.safetensors"))

@@ -24,6 +24,7 @@ from torch import Tensor
 from tests.trainer_megatron import data
 from tests.trainer_megatron.settings import run_config
 from trainer.background import Worker
+from trainer.batch import MicroBatch
 from trainer.launch import free_port, run_ranks
 from trainer.megatron.checkpoint import (
     TrainingState,
@@ -142,6 +143,39 @@ def beside(policy: PolicyModel, folder: str, root: str) -> Named:
     return {"seconds": torch.tensor(marks).diff()} | {k: v for k, v in out.items() if k == "totals"}
 
 
+def recompute(policy: PolicyModel, file: str) -> Named:
+    """Log-probs of each next token of the sequence in `file`, and the overlap of its routes with the live router's."""
+    given = safetensors.torch.load_file(file)
+    ids = given["ids"]
+    labels = torch.cat((ids[1:], ids.new_zeros(1)))
+    empty = torch.zeros(len(ids))
+    batch = MicroBatch(
+        token_ids=ids,
+        position_ids=torch.arange(len(ids)),
+        sequence_starts=torch.tensor([0, len(ids)], dtype=torch.int32),
+        labels=labels,
+        loss_mask=torch.arange(len(ids)) < len(ids) - 1,
+        behaviour_log_probs=empty,
+        advantages=empty,
+        versions=torch.zeros(len(ids), dtype=torch.int32),
+        sequence_index=torch.zeros_like(ids),
+        routes=given["routes"],
+        routes_valid=given["valid"],
+    )
+    scored = policy.log_probs([batch])[0].log_probs[:-1].clone()
+    policy.forward_backward([batch], data.micro_batch_loss)
+    policy.zero_gradients()
+    return {"log_probs": scored, "overlap": torch.tensor(policy.replay_metrics().overlap, dtype=torch.float64)}
+
+
+def stage_alone(policy: PolicyModel, root: str) -> Named:
+    """Copy weights and checkpoint on the last rank while the others do nothing: the copies may not wait for them."""
+    if policy.parallel.rank == policy.parallel.world - 1:
+        policy.stage_export(Path(root) / "never")
+        stage_checkpoint(policy, Path(root), TrainingState(1, 1, (), 0, "hash"), keep=2)
+    return {}
+
+
 def save(policy: PolicyModel, root: str, step: int, keep: int = 2) -> Named:
     """Save a checkpoint; how long it took, in seconds."""
     began = time.perf_counter()
@@ -240,6 +274,8 @@ DO: dict[str, Callable[..., Named]] = {
         noise,
         refuse_routes,
         replay_own,
+        recompute,
+        stage_alone,
         whole_logits,
     )
 }

@@ -6,7 +6,7 @@ one before.
 
     root/step-00000020/     tensors by megatron's dist_checkpointing (torch_dist: any layout can read the weights)
         state.json          TrainingState and the layout
-        rng-00000.safetensors   random generators of each rank
+        rank-00000.safetensors  what each rank alone reads: random generators, its part of a distributed optimizer
         manifest.json       sizes and checksums of all of the above
 """
 
@@ -31,6 +31,7 @@ from trainer.megatron.safetensors_file import MANIFEST, checksum, sync_folder, v
 
 _STATE = "state.json"
 _PREFIX = "step-"
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, k
     from trainer.megatron import checkpoint_io  # noqa: PLC0415 - after compat.install, which `parallel` calls
 
     staged = checkpoint_io.stage_tensors(policy)
-    document = {"format": 1, "state": dataclasses.asdict(state), "layout": layout_of(policy)}
+    document = {"format": _FORMAT, "state": dataclasses.asdict(state), "layout": layout_of(policy)}
     ranks = policy.parallel
     folder = root / f"{_PREFIX}{state.step:08d}"
     aside = root / f".{folder.name}.partial"
@@ -192,6 +193,11 @@ def _document(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: not a usable checkpoint: {error}") from error
+    if found.get("format") != _FORMAT:
+        raise ConfigError(
+            f"{folder}: its format is {found.get('format')}, this release reads {_FORMAT}. Start a new run from the "
+            "weights that it exported last (model.path)."
+        )
     return found
 
 

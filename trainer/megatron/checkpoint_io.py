@@ -1,10 +1,13 @@
-"""The tensors of a checkpoint, through megatron's dist_checkpointing, and each rank's random generators.
+"""The tensors of a checkpoint: weights through megatron's dist_checkpointing, and what belongs to one rank alone.
 
 Invariant: what `load_tensors` restores in the layout that saved it continues bit for bit. Import after compat.install.
 
-A save has two halves. `stage_tensors` copies what this rank owns; `write_tensors` writes it, on any thread and with a
-process group of its own, by the steps of dist_checkpointing.save (megatron-core 0.19.2): megatron's own asynchronous
-save forks a process and finishes with collectives of the training's group.
+A save has two halves. `stage_tensors` copies what this rank owns, without a word with other ranks; `write_tensors`
+writes it, on any thread and with a process group of its own, by the steps of dist_checkpointing.save (megatron-core
+0.19.2): megatron's own asynchronous save forks a process and finishes with collectives of the training's group.
+
+With the distributed optimizer each rank writes its part of the optimizer's state into a file of its own: only the same
+layout reads it again, and megatron's `fully_reshardable` form would gather it over the ranks while the step waits.
 """
 
 from __future__ import annotations
@@ -36,27 +39,19 @@ from torch import Tensor
 
 from trainer.megatron.policy import PolicyModel
 
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
+_METADATA = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedTensors:
-    """A copy in memory of what this rank writes. tensors: torch_dist's entries by name. generators: random numbers'."""
+    """A copy in memory of what this rank writes. tensors: megatron's entries by name. own: what it alone will read."""
 
     tensors: dict[str, Any]
-    generators: dict[str, Tensor]
+    own: dict[str, Tensor]
 
 
 def stage_tensors(policy: PolicyModel) -> StagedTensors:
-    """Copy weights, optimizer state and random generators. Collective only with the distributed optimizer.
-
-    That one gathers its state over the data-parallel ranks (`fully_reshardable`), so that any layout can read it.
-    """
-    _complete_optimizer_state(policy.parts.optimizer)
+    """Copy weights, optimizer state and random generators to CPU memory; the copy needs no other rank."""
     state = _sharded(policy, with_optimizer=True, loading=False)
     state[_CONTENT_METADATA_KEY] = dict(_METADATA)
     # What dist_checkpointing.save does before it writes (serialization.py:save), without its check over all ranks: the
@@ -64,12 +59,15 @@ def stage_tensors(policy: PolicyModel) -> StagedTensors:
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     rank = policy.parallel.rank
     sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=rank)
-    own, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    for entries in own.values():
-        for entry in entries:
+    entries, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    for of_name in entries.values():
+        for entry in of_name:
             if isinstance(entry, ShardedTensor) and entry.data is not None:
                 entry.data = entry.data.detach().to("cpu", copy=True)
-    return StagedTensors(mcore_to_pyt_state_dict(own, False), _generators(policy.parallel.device))
+    own = _generators(policy.parallel.device)
+    if policy.config.trainer.distributed_optimizer:
+        own |= {name: value.detach().to("cpu", copy=True) for name, value in _optimizer_part(policy).items()}
+    return StagedTensors(entries, own)
 
 
 def write_tensors(staged: StagedTensors, folder: Path, ranks: dist.ProcessGroup) -> None:
@@ -77,57 +75,90 @@ def write_tensors(staged: StagedTensors, folder: Path, ranks: dist.ProcessGroup)
     rank = dist.get_rank(ranks)
     writer = FileSystemWriterAsync(str(folder), thread_count=1)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
-    plan, *_ = save_state_dict_async_plan(staged.tensors, writer, ranks, 0, planner=planner)
+    tensors = mcore_to_pyt_state_dict(staged.tensors, False)
+    plan, *_ = save_state_dict_async_plan(tensors, writer, ranks, 0, planner=planner)
     write, _, arguments = writer.get_save_function_and_args()
     if write is not None:
         write(*arguments)
     save_state_dict_async_finalize(*plan)
     if rank == 0:
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-    save_file(staged.generators, str(folder / f"rng-{rank:05d}.safetensors"))
+    save_file(staged.own, str(folder / _own_file(rank)))
 
 
 def load_tensors(policy: PolicyModel, folder: Path, *, with_optimizer: bool) -> None:
     """Restore the weights; with_optimizer: also the optimizer's state and the random generators. Collective."""
     optimizer = policy.parts.optimizer
-    if with_optimizer:
-        _complete_optimizer_state(optimizer)
     found = dist_checkpointing.load(
         _sharded(policy, with_optimizer=with_optimizer, loading=True), str(folder), validate_access_integrity=False
     )
     policy.parts.gpt.load_state_dict(found["model"])
     if with_optimizer:
-        optimizer.load_state_dict(found["optimizer"])
-        states = load_file(str(folder / f"rng-{policy.parallel.rank:05d}.safetensors"))
-        _restore_generators(states, policy.parallel.device)
+        own = load_file(str(folder / _own_file(policy.parallel.rank)))
+        if policy.config.trainer.distributed_optimizer:
+            _restore_optimizer_part(policy, own)
+        else:
+            optimizer.load_state_dict(found["optimizer"])
+        _restore_generators(own, policy.parallel.device)
     else:
         optimizer.reload_model_params()
     policy.zero_gradients()
 
 
+def _own_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
 def _sharded(policy: PolicyModel, *, with_optimizer: bool, loading: bool) -> dict[str, Any]:
+    """Weights, and the optimizer's state unless it is spread, as dist_checkpointing takes them."""
     metadata: dict[str, Any] = dict(_METADATA)  # megatron adds process groups to it, which no file can hold
     model = policy.parts.gpt.sharded_state_dict(metadata=metadata)
     state: dict[str, Any] = {"model": model}
-    if with_optimizer:
-        state["optimizer"] = policy.parts.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    if with_optimizer and not policy.config.trainer.distributed_optimizer:
+        optimizer = policy.parts.optimizer
+        _complete_optimizer_state(optimizer)
+        state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     return state
+
+
+def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """torch's optimizers inside megatron's, in an order that the layout fixes."""
+    singles = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [single.optimizer for single in singles if not getattr(single, "is_stub_optimizer", False)]
+
+
+def _optimizer_part(policy: PolicyModel) -> dict[str, Tensor]:
+    """This rank's part of a distributed optimizer: parameters as it holds them (float32) and their state, by name."""
+    out: dict[str, Tensor] = {}
+    for i, inner in enumerate(_inner(policy.parts.optimizer)):
+        for j, parameter in enumerate(p for group in inner.param_groups for p in group["params"]):
+            out[f"optimizer/{i}/{j}/parameter"] = parameter
+            out |= {f"optimizer/{i}/{j}/{name}": value for name, value in inner.state[parameter].items()}
+    return out
+
+
+def _restore_optimizer_part(policy: PolicyModel, own: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for i, inner in enumerate(_inner(policy.parts.optimizer)):
+            for j, parameter in enumerate(p for group in inner.param_groups for p in group["params"]):
+                prefix = f"optimizer/{i}/{j}/"
+                state = {k.removeprefix(prefix): v for k, v in own.items() if k.startswith(prefix)}
+                parameter.copy_(state.pop("parameter"))
+                inner.state[parameter] = {
+                    name: value.to(parameter.device if value.dim() else "cpu") for name, value in state.items()
+                }
 
 
 def _complete_optimizer_state(optimizer: Any) -> None:
     """torch's Adam makes its state at the first step; a checkpoint before it needs the same entries, at zero."""
-    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(single, "is_stub_optimizer", False):
-            continue
-        inner = single.optimizer
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter].update(
-                        step=torch.tensor(0.0),
-                        exp_avg=torch.zeros_like(parameter),
-                        exp_avg_sq=torch.zeros_like(parameter),
-                    )
+    for inner in _inner(optimizer):
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                inner.state[parameter].update(
+                    step=torch.tensor(0.0),
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
+                )
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:

@@ -169,7 +169,6 @@ def _megatron() -> None:
     import megatron.core.tensor_parallel.random as rng  # noqa: PLC0415
     import megatron.core.transformer.moe.token_dispatcher as dispatcher  # noqa: PLC0415
     from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: PLC0415
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: PLC0415
 
     # The tracker's fork() reads the device's generator by ways that need a device (random.py:303-306).
     rng._get_cuda_rng_state = lambda *_, **__: torch.cuda.get_rng_state()
@@ -183,20 +182,3 @@ def _megatron() -> None:
     # A synchronous save sends its results through a Manager process, whose start costs seconds; they never leave this
     # process, so a plain queue does (filesystem_async.py:get_write_results_queue).
     filesystem_async._results_queue = queue.Queue()
-
-    # With torch's Adam, a "fully_reshardable" load looks for "step" in the tensors (distrib_optimizer.py:1223) and
-    # gives all parameters one shared step tensor, which Adam then counts up once per parameter.
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-    load_state = DistributedOptimizer.load_state_dict
-
-    def set_with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        set_states(self, parameter, {"step": None, **tensors})
-
-    def load_with_own_steps(self: Any, state: Any) -> None:
-        load_state(self, state)
-        for entry in self.optimizer.state.values():
-            if torch.is_tensor(entry.get("step")):
-                entry["step"] = entry["step"].clone()
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_with_step
-    DistributedOptimizer.load_state_dict = load_with_own_steps

@@ -18,7 +18,7 @@ from configs.load import ConfigError
 from configs.schema import LayoutSection, TrainerSection
 
 _MOE = {"qwen3_moe"}
-_DENSE = {"qwen3", "llama"}
+_DENSE = {"qwen2", "qwen3", "llama"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -40,6 +40,7 @@ class ModelShape:
     rope_llama3_factor: float | None
     tied: bool
     qk_norm: bool
+    qkv_bias: bool
     experts: int
     top_k: int
     expert_intermediate: int
@@ -77,7 +78,10 @@ def model_shape(raw: dict[str, Any], where: str = "config.json") -> ModelShape:
 
     family = need("model_type")
     if raw.get("attention_bias"):
-        raise ConfigError(f"{where}: attention_bias is not supported.")
+        raise ConfigError(
+            f"{where}: attention_bias is true, which gives o_proj a bias too; Megatron-core has that one only with "
+            "biases in the MLP. Use a model without it; biases of q, k and v alone (model_type qwen2) are supported."
+        )
     if family not in _MOE | _DENSE:
         raise ConfigError(
             f"{where}: model_type {family!r} is not supported; known are {', '.join(sorted(_MOE | _DENSE))}."
@@ -107,7 +111,8 @@ def model_shape(raw: dict[str, Any], where: str = "config.json") -> ModelShape:
         rope_theta=theta,
         rope_llama3_factor=factor,
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=family != "llama",
+        qk_norm=family not in ("llama", "qwen2"),
+        qkv_bias=family == "qwen2",
         experts=experts,
         top_k=need("num_experts_per_tok") if moe else 0,
         expert_intermediate=need("moe_intermediate_size") if moe else 0,
@@ -170,6 +175,7 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[st
         "layernorm_epsilon": shape.norm_epsilon,
         "qk_layernorm": shape.qk_norm,
         "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,

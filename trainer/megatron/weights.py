@@ -50,6 +50,7 @@ _LAYER: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "self_attention.q_layernorm.weight": ("whole", ("self_attn.q_norm",)),
     "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm",)),
     "self_attention.linear_qkv.weight": ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    "self_attention.linear_qkv.bias": ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     "self_attention.linear_proj.weight": ("columns", ("self_attn.o_proj",)),
     "mlp.router.weight": ("whole", ("mlp.gate",)),
     "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj", "mlp.up_proj")),
@@ -71,7 +72,8 @@ def rule_for(parameter: str, layer_offset: int, expert_offset: int) -> Rule:
         prefix, rest = f"model.layers.{int(match[1]) + layer_offset}.", match[2]
         if rest in _LAYER:
             kind, names = _LAYER[rest]
-            return Rule(kind, tuple(f"{prefix}{name}.weight" for name in names))
+            last = "bias" if rest.endswith(".bias") else "weight"
+            return Rule(kind, tuple(f"{prefix}{name}.{last}" for name in names))
         expert = re.fullmatch(
             r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))", rest
         )
@@ -166,7 +168,7 @@ def _join(rule: Rule, parts: list[Tensor], shape: ModelShape, count: int) -> Ten
         return torch.cat(parts)
     if rule.kind == "qkv":
         groups = shape.key_value_heads // count
-        return torch.cat([part.view(groups, -1, part.shape[-1]) for part in parts], 1).flatten(0, 1)
+        return torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
     return parts[0]
 
 
@@ -182,9 +184,9 @@ def split(rule: Rule, shards: list[Tensor], shape: ModelShape) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
     whole = torch.cat(shards)
-    by_group = whole.view(shape.key_value_heads, -1, whole.shape[-1])
+    by_group = whole.view(shape.key_value_heads, -1, *whole.shape[1:])
     sizes = [by_group.shape[1] - 2 * shape.head_dim, shape.head_dim, shape.head_dim]
-    return [part.reshape(-1, whole.shape[-1]) for part in torch.split(by_group, sizes, 1)]
+    return [part.reshape(-1, *whole.shape[1:]) for part in torch.split(by_group, sizes, 1)]
 
 
 def whole_shapes(rule: Rule, local: tuple[int, ...], shape: ModelShape, count: int) -> list[tuple[int, ...]]:
@@ -198,7 +200,7 @@ def whole_shapes(rule: Rule, local: tuple[int, ...], shape: ModelShape, count: i
     if rule.kind == "gate_up":
         return [(local[0] // 2 * count, local[1])] * 2
     heads = (shape.heads, shape.key_value_heads, shape.key_value_heads)
-    return [(number * shape.head_dim, local[1]) for number in heads]
+    return [(number * shape.head_dim, *local[1:]) for number in heads]
 
 
 def holds_export(rule: Rule) -> bool:
