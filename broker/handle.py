@@ -49,7 +49,7 @@ class RunHandle:
         return store.collect() + (store.sweep() if sweep else 0)
 
     def _call(self, name: str, *arguments: str | int | float | bytes) -> list[Any]:
-        return self._initialised(self._connection.call(name, [self._keys.policy], arguments))
+        return self._initialised(self._connection.call(name, [self._keys.prefix], arguments))
 
     def _initialised(self, answer: list[Any]) -> list[Any]:
         if answer and answer[0] == "uninitialised":

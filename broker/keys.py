@@ -18,12 +18,12 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """What all keys of the run start with."""
+        """What all keys of the run start with. Every script gets it as its first key and derives the others from it."""
         return f"lagrange:{{{self.run}}}:"
 
     @property
     def policy(self) -> str:
-        """The hash that every script gets as its first key and derives the others from."""
+        """The hash of the run's settings, step, version and status."""
         return self.named("policy")
 
     def named(self, name: str) -> str:

@@ -21,7 +21,7 @@ from broker.watch import WatchCalls
 from broker.worker_calls import WorkerCalls
 from configs.schema import RunConfig
 
-SCHEMA = "2"
+SCHEMA = "3"
 Command = Literal["lag", "pause", "resume", "drain", "checkpoint", "evaluate"]
 
 
@@ -62,7 +62,7 @@ class Broker(WorkerCalls, TrainerCalls, RegistryCalls, WatchCalls):
             "compression": config.redis.compression,
         }
         flat = [item for pair in settings.items() for item in pair]
-        answer = self._connection.call("initialise", [self._keys.policy], [SCHEMA, self.run_id, *flat])
+        answer = self._connection.call("initialise", [self._keys.prefix], [SCHEMA, self.run_id, *flat])
         if answer[0] == "schema":
             raise SchemaMismatch(
                 f"Redis holds run {answer[2]!r} with schema {answer[1]} under the keys of {self.run_id!r} "

@@ -67,7 +67,7 @@ class WorkerCalls(RunHandle):
                 arguments += submission(group, staged[-1])
             for name, value in (stats or {}).items():
                 arguments += [name, float(value)]
-            keys = [self._keys.policy, *(s.key for s in staged if s.key)]
+            keys = [self._keys.prefix, *(s.key for s in staged if s.key)]
             before = [command for s in staged for command in s.commands]
             answer = self._initialised(self._connection.calls(before, [("submit", keys, arguments)])[0])
         except OutOfMemory as error:

@@ -1,5 +1,6 @@
 -- admit.lua: leave for a worker to generate groups on an engine, under the bound (docs/lag-bound.md, rule A).
--- KEYS  1 policy; touches ledger, group:<id>, generating, admitted, ready, leased, retained, open, reissue, tries, engines
+-- KEYS  1 prefix; touches ledger, group:<id>, generating, admitted, ready, leased, retained, open, reissue,
+--       tries, cursor; reads engines
 -- ARGV  1 worker  2 engine id  3 groups wanted
 -- returns {"tickets", {group id, prompt index, attempt, engine version, lease deadline ms}...}, as many as the bound
 --         allows, at least one | {"refused", reason, detail}
@@ -50,6 +51,7 @@ local function limit()
   end
 end
 
+local cursor = hash(k('cursor'))
 local out, deadline = {'tickets'}, int(now + n('lease_ms'))
 for _ = 1, tonumber(ARGV[3]) do
   local why = limit()
@@ -58,15 +60,15 @@ for _ = 1, tonumber(ARGV[3]) do
     break
   end
   -- Ids grow with the server's clock: none is used twice, even after Redis lost its last second or everything.
-  local id = int(math.max(n('last_id') + 1, now_us))
-  policy.last_id = id
+  local id = int(math.max(tonumber(cursor.last_id) + 1, now_us))
+  cursor.last_id = id
   local prompt, attempt = redis.call('ZPOPMIN', k('reissue'))[1], 0
   if prompt then
     attempt = tonumber(redis.call('HGET', k('tries'), prompt)) or 0
     redis.call('HDEL', k('tries'), prompt)
   else
-    prompt = policy.next_prompt
-    policy.next_prompt = int(n('next_prompt') + 1)
+    prompt = cursor.next_prompt
+    cursor.next_prompt = int(tonumber(prompt) + 1)
     index('open', prompt, prompt)
   end
   put(id, {state = 'generating', prompt = prompt, attempt = attempt, worker = ARGV[1], engine = ARGV[2], version = e,
@@ -78,5 +80,5 @@ for _ = 1, tonumber(ARGV[3]) do
   flying, generating = flying + 1, generating + 1
   out[#out + 1] = {id, prompt, attempt, e, deadline}
 end
-redis.call('HSET', KEYS[1], 'last_id', policy.last_id, 'next_prompt', policy.next_prompt)
+redis.call('HSET', k('cursor'), 'last_id', cursor.last_id, 'next_prompt', cursor.next_prompt)
 return out

@@ -1,6 +1,6 @@
 -- attach.lua: a trainer takes over from a checkpoint, under a new epoch. What the checkpoint trained becomes durable, what
 -- was trained after it or leased returns to the queue, and the prompt cursor of the checkpoint is reconciled with ours.
--- KEYS  1 policy; touches every key of the run but engines, versions, workers
+-- KEYS  1 prefix; touches every key of the run but engines, versions, workers
 -- ARGV  1 checkpoint step  2 its version  3 number of consumed ids  4 cursor: next index, or -1 for none
 --       then the consumed ids, then the cursor's open prompts
 -- returns {epoch, highest version, step, groups returned}
@@ -62,14 +62,15 @@ if next_index >= 0 then
     end
   end
   for i = 5 + consumed, #ARGV do reopen(ARGV[i]) end
-  for prompt = next_index, n('next_prompt') - 1 do reopen(int(prompt)) end
-  set('next_prompt', int(math.max(next_index, n('next_prompt'))))
+  local known = tonumber(redis.call('HGET', k('cursor'), 'next_prompt'))
+  for prompt = next_index, known - 1 do reopen(int(prompt)) end
+  redis.call('HSET', k('cursor'), 'next_prompt', int(math.max(next_index, known)))
 end
 set('step', step)
 set('durable_step', step)
 if policy.status ~= 'draining' then set('status', 'running') end
 set('trainer_deadline', int(now + n('trainer_lease_ms')))
-redis.call('HDEL', KEYS[1], 'straggler_since', 'pull_nonce', 'stepped')
+redis.call('HDEL', POLICY, 'straggler_since', 'pull_nonce', 'stepped')
 count('attachments')
 event('attach', 'epoch ' .. policy.epoch .. ' at step ' .. step .. ', ' .. returned .. ' groups returned')
 return {policy.epoch, highest, step, returned}

@@ -1,5 +1,5 @@
 -- commit.lua: the checkpoint of `step` is durable: what was trained up to it is, too, and its records and payloads go.
--- KEYS  1 policy; touches ledger, group:<id>, payload:<id>, trained, retained, step_lags
+-- KEYS  1 prefix; touches policy, ledger, group:<id>, payload:<id>, trained, retained, step_lags
 -- ARGV  1 epoch  2 step
 -- returns {"committed", groups} | {"version", recorded step} | {"fenced", holder}
 local step = tonumber(ARGV[2])
@@ -11,7 +11,7 @@ for _, past in ipairs(redis.call('HKEYS', k('step_lags'))) do
 end
 set('durable_step', int(math.max(step, n('durable_step'))))
 if policy.checkpoint_asked and n('checkpoint_asked') <= step then
-  redis.call('HDEL', KEYS[1], 'checkpoint_asked')
+  redis.call('HDEL', POLICY, 'checkpoint_asked')
   event('checkpoint', 'step ' .. int(step) .. ', as asked')
 end
 set('trainer_deadline', int(now + n('trainer_lease_ms')))

@@ -1,6 +1,10 @@
 -- common.lua: shared text in front of every transition (the loader concatenates it). It reads the policy once and names
 -- the moves of the ledger; a transition is then a few lines.
--- KEYS  1 policy (hash). Every other key of the run has the same prefix and the same hash tag:
+-- KEYS  1 the prefix of all keys of the run, with its hash tag. Redis asks for leave to write the keys that a call names,
+--       so it names this one, which is no key, and what a role may write is told by what its scripts touch (access.py):
+--   policy (hash)            the run's settings, step, version, epoch and status: written by trainer and operators alone
+--   cursor (hash)            next_prompt, last_id: of the prompt and the group that come next
+--   evaluator (hash)         deadline: until when one counts as alive, ms; asked: a step, if an operator asked for one
 --   ledger (hash)            g_<state>, t_<state>: groups and tokens; g_durable, t_durable; bytes; ready_ms
 --   group:<id> (string)      record of a group that is not closed, msgpack; payload:<id> (string) its bytes. A record
 --                            holds state, prompt, attempt, worker, engine, version, issued; from its submission on also
@@ -16,9 +20,10 @@
 --   by_hist (hash)           the same by task, engine and worker: g:<waiting|trained>:<dimension>:<version|lag>:<name>
 --   wait_hist (hash)         time in queue of the trained: g:<i>, i = floor(8 log2(1 + seconds)); filtered ones, too
 --   freed (list)             files of a payload folder whose groups are closed, to be deleted by a client
+--   pass_rates (hash)        prompt -> passes and samples, faded
 --   engines, versions, workers (hashes of JSON), workers_seen (zset), counters (hash)
-local P = string.sub(KEYS[1], 1, -7)
-local function k(name) return P .. name end
+local function k(name) return KEYS[1] .. name end
+local POLICY = k('policy')
 -- Numbers above 1e14 keep all digits; a negative zero, which Redis refuses, becomes 0.
 local function int(x) return x == 0 and '0' or string.format('%.0f', x) end
 local function hash(key)
@@ -26,7 +31,7 @@ local function hash(key)
   for i = 1, #list, 2 do out[list[i]] = list[i + 1] end
   return out
 end
-local policy = hash(KEYS[1])
+local policy = hash(POLICY)
 if not policy.schema then return {'uninitialised'} end
 local function n(name) return tonumber(policy[name]) or 0 end
 local TIME = redis.call('TIME')
@@ -40,7 +45,7 @@ local records, changed, unlinked, indexes, sums, attributed = {}, {}, {}, {}, {}
 
 local function set(name, value)
   policy[name] = value
-  redis.call('HSET', KEYS[1], name, value)
+  redis.call('HSET', POLICY, name, value)
 end
 -- A command with all of a list as its last arguments, in as many calls as that takes.
 local function with_all(list, command, key)

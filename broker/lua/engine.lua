@@ -1,5 +1,5 @@
 -- engine.lua: registers or updates one engine, or notes that it lives; the server stamps its times.
--- KEYS  1 policy; touches engines; tells the channel changes
+-- KEYS  1 prefix; touches engines; tells the channel changes
 -- ARGV  1 engine id  2 record (JSON)  3 state that the record must have now, '' for any  4 "register" | "update" | "heartbeat"
 --       heartbeat: changes heartbeat_ms alone and, where ARGV 2 gives them, staged and staged_path; ARGV 3 is ''
 --       update: keeps staged and staged_path, which are the supervisor's

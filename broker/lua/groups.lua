@@ -1,5 +1,5 @@
 -- groups.lua: records of groups that are not closed, for people: one, or the oldest of a state.
--- KEYS  1 policy; reads group:<id> and the indexes
+-- KEYS  1 prefix; reads group:<id> and the indexes
 -- ARGV  1 "id" | generating | ready | leased | trained (with filtered)  2 group id, or the most to list
 -- returns for each {id, its record as JSON}
 local ids = {ARGV[2]}

@@ -1,6 +1,6 @@
 -- heartbeat.lua: what a worker says about itself; workers silent for an hour are forgotten: what was trained of them
 -- counts as that of "(forgotten)", so that by_hist does not grow with every restart.
--- KEYS  1 policy; touches workers, workers_seen, by_hist
+-- KEYS  1 prefix; touches workers, workers_seen, by_hist
 -- ARGV  1 worker  2 statistics (JSON object)
 -- returns {1}
 local record = cjson.decode(ARGV[2])

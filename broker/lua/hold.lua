@@ -1,5 +1,5 @@
 -- hold.lua: one process at a time has a role in a run (weight-sync); it renews its hold or loses it.
--- KEYS  1 policy; touches holder:<role> (string that expires); tells the channel changes when a hold is given up
+-- KEYS  1 prefix; touches holder:<role> (string that expires); tells the channel changes when a hold is given up
 -- ARGV  1 role  2 holder, unique to a process  3 milliseconds; 0 gives the hold up
 -- returns {"held"} if it is the holder's now (0: given up), else {"other", holder, milliseconds that are left}
 local key = k('holder:' .. ARGV[1])

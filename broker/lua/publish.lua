@@ -1,5 +1,5 @@
 -- publish.lua: the weights of a version are complete in the store; engines may load them.
--- KEYS  1 policy; touches versions, counters, events; tells the channel changes
+-- KEYS  1 prefix; touches policy, versions, counters, events; tells the channel changes
 -- ARGV  1 epoch  2 version  3 record (JSON without published_ms)
 -- returns {"published", ms} | {"version", newest version named} | {"fenced", holder}
 local version = tonumber(ARGV[2])

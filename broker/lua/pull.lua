@@ -1,5 +1,5 @@
 -- pull.lua: the trainer leases the batch of the next step: earliest deadline first, none beyond the bound (rule P).
--- KEYS  1 policy; touches ledger, group:<id>, generating, admitted, ready, waiting, leased, ready_hist, counters
+-- KEYS  1 prefix; touches policy, ledger, group:<id>, generating, admitted, ready, waiting, leased, ready_hist, counters
 -- ARGV  1 epoch  2 version  3 groups  4 nonce of the call: a repeated one gets the same batch
 -- returns {"batch", {id, prompt, attempt, oldest, samples, tokens, total, bytes, submitted ms}...}
 --       | {"refused", "starved" | "straggler", detail} | {"version", recorded version} | {"fenced", holder}
@@ -43,7 +43,7 @@ if waits_for then
   end
   count('stragglers_left_behind')
 end
-redis.call('HDEL', KEYS[1], 'straggler_since')
+redis.call('HDEL', POLICY, 'straggler_since')
 local ids = redis.call('ZRANGE', k('ready'), 0, groups - 1)
 for _, id in ipairs(load(ids)) do
   local rec = group(id)
@@ -52,5 +52,5 @@ for _, id in ipairs(load(ids)) do
   enter(id, rec, 'leased')
   out[#out + 1] = delivery(id, rec)
 end
-redis.call('HSET', KEYS[1], 'pull_nonce', ARGV[4], 'pull_ids', cjson.encode(ids), 'pull_max_lag', max_lag)
+redis.call('HSET', POLICY, 'pull_nonce', ARGV[4], 'pull_ids', cjson.encode(ids), 'pull_max_lag', max_lag)
 return out

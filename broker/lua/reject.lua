@@ -1,5 +1,5 @@
 -- reject.lua: the trainer cannot use a leased group (its payload is missing or corrupt): failed, and a dead letter.
--- KEYS  1 policy; touches ledger, group:<id>, payload:<id>, leased, open, dead, dead_order, counters
+-- KEYS  1 prefix; touches ledger, group:<id>, payload:<id>, leased, open, dead, dead_order, counters
 -- ARGV  1 epoch  2 group id  3 reason
 -- returns {1} if the group was leased, else {0} | {"fenced", holder}
 local rec = group(ARGV[2])

@@ -1,5 +1,5 @@
 -- renew.lua: a worker keeps the groups that it still holds.
--- KEYS  1 policy; touches group:<id>, generating
+-- KEYS  1 prefix; touches group:<id>, generating
 -- ARGV  1 worker  then group ids
 -- returns the ids that are still held; the worker abandons the others
 local held, deadline = {}, int(now + n('lease_ms'))

@@ -1,5 +1,5 @@
 -- requeue.lua: a dead letter's prompt is issued again, with all its tries.
--- KEYS  1 policy; touches dead, dead_order, open, reissue, tries, events
+-- KEYS  1 prefix; touches dead, dead_order, open, reissue, tries, events
 -- ARGV  1 prompt index
 -- returns {1} if it was a dead letter, else {0}
 if redis.call('HDEL', k('dead'), ARGV[1]) == 0 then return {0} end

@@ -1,5 +1,5 @@
 -- return_leased.lua: the trainer aborts a step: its batch goes back into the queue.
--- KEYS  1 policy; touches ledger, group:<id>, leased, ready, waiting, ready_hist
+-- KEYS  1 prefix; touches ledger, group:<id>, leased, ready, waiting, ready_hist
 -- ARGV  1 epoch
 -- returns {"returned", groups} | {"fenced", holder}
 local ids = redis.call('ZRANGE', k('leased'), 0, -1)
@@ -8,6 +8,6 @@ for _, id in ipairs(load(ids)) do
   leave(id, rec)
   enter(id, rec, 'ready')
 end
-redis.call('HDEL', KEYS[1], 'pull_nonce')
+redis.call('HDEL', POLICY, 'pull_nonce')
 count('groups_returned', #ids)
 return {'returned', #ids}

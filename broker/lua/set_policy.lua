@@ -1,5 +1,5 @@
 -- set_policy.lua: changes one setting of a running run: status, paused or max_lag.
--- KEYS  1 policy; touches events
+-- KEYS  1 prefix; touches policy, events
 -- ARGV  1 field  2 value
 -- returns {1}
 if policy[ARGV[1]] ~= ARGV[2] then event('policy', ARGV[1] .. ' is ' .. ARGV[2]) end

@@ -1,5 +1,5 @@
 -- steer.lua: a command of an operator, or of the adaptive lag: done or refused, and an event either way.
--- KEYS  1 policy; touches events, counters
+-- KEYS  1 prefix; touches policy, evaluator, events, counters
 -- ARGV  1 command: lag | pause | resume | drain | checkpoint | evaluate  2 value (lag)  3 who and why, for the log
 --       4 value expected now, or '' (lag)
 -- returns {"done", now ms, version, sentence} | {"refused", now ms, version, reason, sentence}
@@ -49,10 +49,10 @@ elseif command == 'checkpoint' then
   set('checkpoint_asked', policy.step)
   return answer(nil, 'the trainer saves step ' .. policy.step .. ' or the next one')
 elseif command == 'evaluate' then
-  if now > n('evaluator_deadline') then
+  if now > (tonumber(redis.call('HGET', k('evaluator'), 'deadline')) or 0) then
     return answer('no-evaluator', 'no evaluator lives: set evaluation.tasks, or start `lagrange evaluator`')
   end
-  set('evaluation_asked', policy.step)
+  redis.call('HSET', k('evaluator'), 'asked', policy.step)
   return answer(nil, 'the evaluator takes the newest published version next')
 end
 return answer('unsupported', 'there is no command ' .. command)

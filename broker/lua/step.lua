@@ -1,6 +1,6 @@
 -- step.lua: one optimizer step was taken at `version`; its groups are trained or filtered and the version moves on by one.
 -- Repeating the call changes nothing. A leased group that the step left out returns to the queue.
--- KEYS  1 policy; touches ledger, group:<id>, payload:<id>, leased, trained, retained, open, lag_hist, by_hist,
+-- KEYS  1 prefix; touches policy, ledger, group:<id>, payload:<id>, leased, trained, retained, open, lag_hist, by_hist,
 --       wait_hist, step_lags, metrics
 -- ARGV  1 epoch  2 version  3 metrics (JSON)  4 number of outcomes  then (group id, filtered 0|1) pairs
 --       then (lag, tokens) pairs: trained tokens by lag
@@ -50,9 +50,9 @@ for _, id in ipairs(leased) do
     enter(id, rec, 'ready')
   end
 end
-redis.call('HSET', KEYS[1], 'step', int(step), 'version', int(version + 1), 'highest',
+redis.call('HSET', POLICY, 'step', int(step), 'version', int(version + 1), 'highest',
   int(math.max(n('highest'), version + 1)), 'stepped', ARGV[2], 'metrics', ARGV[3], 'trainer_deadline',
   int(now + n('trainer_lease_ms')))
-redis.call('HDEL', KEYS[1], 'straggler_since', 'pull_nonce')
+redis.call('HDEL', POLICY, 'straggler_since', 'pull_nonce')
 capped('metrics', ARGV[3])
 return {'stepped'}

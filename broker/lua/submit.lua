@@ -1,5 +1,5 @@
 -- submit.lua: finished groups enter the queue, or are refused with the reason. Repeating a call changes nothing.
--- KEYS  1 policy, then for payloads in Redis one staged payload (string) for each group; touches ledger, group:<id>,
+-- KEYS  1 prefix, then for payloads in Redis one staged payload (string) for each group; touches ledger, group:<id>,
 --       payload:<id>, the indexes, counters
 -- ARGV  1 number of groups, then for each: group id, worker, bytes, checksum, oldest version or '', trainable tokens,
 --       all tokens, samples, name of its file in the payload folder or '', task; then name, value pairs of statistics, counted

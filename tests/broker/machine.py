@@ -178,7 +178,7 @@ class Compared(RuleBasedStateMachine):
         m, keys = self.model, self.broker._keys
         answer, opened, reissue, freed, found = self.broker._connection.commands(
             [
-                ("EVALSHA", scripts.digest("snapshot"), 1, keys.policy, 0),
+                ("EVALSHA", scripts.digest("snapshot"), 1, keys.prefix, 0),
                 ("ZRANGE", keys.named("open"), 0, -1),
                 ("ZRANGE", keys.named("reissue"), 0, -1),
                 ("LRANGE", keys.named("freed"), 0, -1),

@@ -146,7 +146,7 @@ def test_a_snapshot_costs_the_same_with_ten_thousand_groups_in_flight(
     with broker._connection.client.pipeline(transaction=False) as many:
         admit = many.register_script(script("admit"))
         for _ in range(9_999):
-            admit(keys=[broker._keys.policy], args=[WORKER, ENGINE, 1])
+            admit(keys=[broker._keys.prefix], args=[WORKER, ENGINE, 1])
         many.execute()
 
     def took() -> float:
