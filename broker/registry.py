@@ -68,6 +68,14 @@ class RegistryCalls(RunHandle):
             return str(answer[1])
         return holder if seconds else ""
 
+    def pass_rate(self, prompt: str, passes: float = 0, samples: int = 0, keep: float = 1.0) -> tuple[float, float]:
+        """Passes and samples of a prompt, of late; samples > 0 adds a group's, and what was known counts `keep` times.
+
+        prompt: a name of fixed length, such as a digest. A million prompts are known at most.
+        """
+        found = self._call("pass_rate", prompt, passes, samples, keep)
+        return float(found[0]), float(found[1])
+
     def evaluator(self, seconds: float, *, begins: bool = False) -> bool:
         """Say that an evaluator lives for `seconds`; whether an operator asked for an evaluation.
 

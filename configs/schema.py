@@ -171,12 +171,23 @@ class ShapingSection(Section):
     format_reward: float = Field(0.0, description="Added to the reward of a response that matches format_pattern.")
 
 
+class CurriculumSection(Section):
+    """Passes over prompts that are too easy or too hard by now (docs/rewards.md); all workers share what is known."""
+
+    low: float = Field(0.05, ge=0, le=1, description="A prompt whose samples pass less often is passed over.")
+    high: float = Field(0.95, ge=0, le=1, description="A prompt whose samples pass more often is passed over.")
+    again: float = Field(0.1, gt=0, le=1, description="Share of those prompts that is drawn all the same.")
+    pass_reward: float = Field(1.0, description="Reward from which on a sample has passed.")
+    memory: float = Field(0.5, ge=0, lt=1, description="How much of what was known counts on after a new group.")
+
+
 class TaskSection(Section):
     """What is trained on: a name in the task registry and its parameters."""
 
     name: str = Field(..., description="Name in the task registry (docs/add-a-task.md).")
     parameters: dict[str, Any] = Field(default_factory=dict, description="Passed to the task as keyword arguments.")
     shaping: ShapingSection = Field(default_factory=ShapingSection, description="Added to the task's reward.")
+    curriculum: CurriculumSection | None = Field(None, description="By pass rate, while the run goes on; null: none.")
     drop_equal_groups: bool = Field(
         False,
         description="Workers drop groups whose rewards are all equal, counted as filtered, and draw others instead.",

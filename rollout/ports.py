@@ -33,6 +33,9 @@ class RolloutBroker(Protocol):
     def renew(self, worker: str, group_ids: Sequence[int]) -> tuple[int, ...]:
         """Prolong leases; the ids that are still this worker's."""
 
+    def pass_rate(self, prompt: str, passes: float = 0, samples: int = 0, keep: float = 1.0) -> tuple[float, float]:
+        """Passes and samples of a prompt, of late, with those of a group added."""
+
     def release(self, group_id: int, worker: str) -> bool:
         """Hand a ticket back unused; its prompt is issued again and no try is counted."""
 
