@@ -16,11 +16,12 @@ import pytest
 from structlog import get_logger
 
 from broker.types import EngineState
+from rollout.checkpoint import read_checkpoint
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
 from services.weight_sync.strategy import Strategy
-from tests.engine_fixture import KEY, START_S, RealEngine, start_engine, stop_engine, supervise
+from tests.engine_fixture import KEY, START_S, RealEngine, launch_engine, supervise, wait_until
 from tests.weight_sync.live import until
 from tests.weight_sync.test_real_engine import Publisher
 
@@ -31,14 +32,17 @@ NAMES = ("engine-0", "engine-1")
 @pytest.fixture
 def pair(tmp_path: Path, engine_redis: str) -> Iterator[RealEngine]:
     """Two engines of one run, given by the first."""
-    first = start_engine(tmp_path / "pair", engine_redis)
-    second = supervise(first.config, 1)
+    settings, broker, first = launch_engine(tmp_path / "pair", engine_redis)
+    second, folder = supervise(settings, 1), tmp_path / "pair" / "model"
     try:
-        yield first
+        wait_until(lambda: len(broker.engines()) == 2, START_S, "both engines")
+        url = broker.engines()[0].url
+        yield RealEngine(url, folder, read_checkpoint(folder), KEY, settings, broker, first)
     finally:
-        second.send_signal(signal.SIGTERM)
-        second.wait(10)
-        stop_engine(first)
+        for supervisor in (first, second):
+            supervisor.send_signal(signal.SIGTERM)
+            supervisor.wait(10)
+        broker.close()
 
 
 @dataclass
@@ -105,7 +109,6 @@ async def test_one_serves_while_the_other_is_updated_killed_and_started_again(pa
         records = {r.engine_id: r for r in broker.engines()}
         return all(n in records and records[n].routable and records[n].version == version for n in names)
 
-    await until(lambda: len(broker.engines()) == 2, START_S)
     async with syncing(pair):
         first = await publisher.publish()
         await until(lambda: serve(first.version), 120)
