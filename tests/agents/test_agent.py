@@ -68,7 +68,7 @@ def worker_of(run: Run, folder: Path, make_config: ConfigFactory, tmp_path: Path
 
 async def groups_of(worker: Worker, run: Run) -> list[Group]:
     async with working(worker):
-        await until(lambda: ready(run.broker) == 4, 30.0)
+        await until(lambda: ready(run.broker) == 4, 90.0)
     groups = ready_groups(run, 2)
     for group in groups:
         check_group(group)

@@ -16,6 +16,7 @@ import pytest
 from broker.types import EngineState, VersionRun
 from configs.schema import TinyModel
 from rollout.client import InvalidAnswer, KeyRefused, RequestRefused, Sample, Sampling, UnconfirmedVersion
+from rollout.command import UNCONFIRMED_VERSION
 from rollout.continuation import join, next_request
 from services.local.tiny_model import write_tiny_model
 from tests.engine_fixture import START_S, RealEngine, launch_engine, start_engine, stop_engine, wait_until
@@ -33,8 +34,9 @@ def usable(answers: list[Sample | InvalidAnswer]) -> list[Sample]:
 async def test_an_engine_that_nobody_confirmed_gives_no_usable_sample(real_engine: RealEngine) -> None:
     assert real_engine.record().state is EngineState.JOINING
     async with real_engine.client() as client:
-        if (await client.model_info())["weight_version"] != "unconfirmed":
-            pytest.skip("another test has loaded a version")
+        if (await client.model_info())["weight_version"] != UNCONFIRMED_VERSION:  # another test has loaded a version
+            body: dict[str, object] = {"new_version": UNCONFIRMED_VERSION, "abort_all_requests": False}
+            assert real_engine.post("/update_weight_version", body).json()["success"]
         answers = await client.generate(PROMPT, 2, Sampling(1.0, 4))
     assert all(isinstance(answer, UnconfirmedVersion) for answer in answers)
 
