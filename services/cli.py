@@ -114,6 +114,14 @@ def rollout(config: ConfigOption, index: IndexOption = 0) -> None:
     raise typer.Exit(process.main(process_config(config), index))
 
 
+@app.command("rollout-pool")
+def rollout_pool(config: ConfigOption) -> None:
+    """Keep rollout.workers rollout workers running on a Ray cluster; SIGHUP: read the file again."""
+    from services import ray_workers as process  # noqa: PLC0415
+
+    raise typer.Exit(process.run(config))
+
+
 @app.command()
 def trainer(config: ConfigOption) -> None:
     """Start the trainer, with all its ranks on this machine."""

@@ -74,7 +74,7 @@ def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
         import ray  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ConfigError("trainer.launcher is ray, but ray is not installed: pip install ray==2.60.0.") from error
-    _connect(ray, config)
+    connect(ray, config, config.trainer.layout.ranks)
     try:
         with signals_noted() as noted:
             for attempt in range(config.trainer.ray.restarts + 1):
@@ -87,8 +87,11 @@ def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
         ray.shutdown()
 
 
-def _connect(ray: Any, config: RunConfig) -> None:
-    """Join the cluster, or start a local one: again until it is up, for Ray itself waits 30 s for a busy machine."""
+def connect(ray: Any, config: RunConfig, cpus: int) -> None:
+    """Join the cluster, or start a local one with room for `cpus` actors, again until it is up.
+
+    Ray itself waits 30 s for its node, too little for a busy machine. Raises ConfigError.
+    """
     settings = config.trainer.ray
     address = settings.address or os.environ.get("RAY_ADDRESS")
     own = address is None
@@ -100,7 +103,7 @@ def _connect(ray: Any, config: RunConfig) -> None:
                 log_to_driver=True,
                 logging_level="warning",
                 include_dashboard=False if own else None,
-                num_cpus=max(config.trainer.layout.ranks, os.cpu_count() or 1) if own else None,
+                num_cpus=max(cpus, os.cpu_count() or 1) if own else None,
             )
             return
         except Exception as error:  # what ray raises when its node does not come up has no class of its own

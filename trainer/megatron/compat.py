@@ -169,6 +169,7 @@ def _megatron() -> None:
     import megatron.core.tensor_parallel.random as rng  # noqa: PLC0415
     import megatron.core.transformer.moe.token_dispatcher as dispatcher  # noqa: PLC0415
     from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: PLC0415
+    from megatron.core.tensor_parallel import mappings  # noqa: PLC0415
 
     # The tracker's fork() reads the device's generator by ways that need a device (random.py:303-306).
     rng._get_cuda_rng_state = lambda *_, **__: torch.cuda.get_rng_state()
@@ -182,3 +183,25 @@ def _megatron() -> None:
     # A synchronous save sends its results through a Manager process, whose start costs seconds; they never leave this
     # process, so a plain queue does (filesystem_async.py:get_write_results_queue).
     filesystem_async._results_queue = queue.Queue()
+
+    # gloo exchanges equal parts alone, and experts that are cut over ranks get unequal ones (mappings.py:154, :205).
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_unequal(value: Any, group: Any, sizes: list[int] | None = None, *more: Any, **named: Any) -> Any:
+        if sizes is None or group.size() == 1 or len(set(sizes)) == 1:
+            return gather(value, group, sizes, *more, **named)
+        padded = value.new_zeros(max(sizes), *value.shape[1:])
+        padded[: value.shape[0]] = value
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_unequal(value: Any, group: Any, sizes: list[int] | None = None, *more: Any, **named: Any) -> Any:
+        if sizes is None or group.size() == 1 or len(set(sizes)) == 1:
+            return scatter(value, group, sizes, *more, **named)
+        total = value.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(list(sizes))[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather_unequal
+    mappings._reduce_scatter_along_first_dim = scatter_unequal
