@@ -89,7 +89,7 @@ def test_kill_nine_of_anything_loses_nothing_and_trains_nothing_twice(
                 log.append(chance.choice(["worker-0", "worker-1", "trainer", "trainer", "redis"]))
                 if log[-1] == "redis":
                     server.kill()
-                    server.start(30)
+                    server.start(120)
                     client.config_set("appendfsync", fsync)
                 else:
                     processes.kill(log[-1])

@@ -6,6 +6,8 @@ was trained beyond the bound; in the history that survives no group and no promp
 
 from __future__ import annotations
 
+import copy
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -328,6 +330,30 @@ class Protocol(Compared):
         for engine, version in engines.items():
             self.broker.register_engine(EngineRecord(engine, "http://e", EngineState.SERVING, version))
             self.model.engines[engine] = version
+        self.restart(self.checkpoints[-1])
+
+    # Not in the two cases that docs/how-the-guarantees-work.md, "What a failover may lose", names as exceptions.
+    @precondition(
+        lambda self: not self.model.reissue and all(g.lease > self.model.now for g in self.model.groups.values())
+    )
+    @precondition(lambda self: (self.settings.retention, self.config.redis.payloads) != ("prompt", "folder"))
+    @rule(saved=st.booleans())
+    def redis_forgets_what_it_was_told_last(self, saved: bool) -> None:
+        """It comes back as it was a step ago, as after a power failure or a failover; the checkpoint may be ahead."""
+        if self.leased:
+            self.abort_step()
+        self.note_what_was_reached()
+        before = {name: self.redis.dump(name) for name in self.redis.scan_iter()}
+        model, tickets = copy.deepcopy(self.model), list(self.tickets)
+        self.work(3, True, True, 1)
+        if saved and not self.leased:
+            self.save()
+        for path in self.files():
+            os.utime(path, (1, 1))  # old enough to be swept, if no record names it any more
+        self.redis.flushall()
+        for name, value in before.items():
+            self.redis.restore(name, 0, value)
+        self.model, self.tickets = model, tickets
         self.restart(self.checkpoints[-1])
 
 
