@@ -7,13 +7,18 @@ comes to a stand. All workers of a run share what is known, in Redis, across res
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
+from broker.errors import BrokerError
 from configs.schema import CurriculumSection
+from rollout.ports import RolloutBroker
+from rollout.threads import in_thread
 
 
 def prompt_name(prompt_ids: Sequence[int]) -> str:
@@ -36,3 +41,29 @@ def draw_of(seed: int, prompt_index: int) -> float:
 def passes_of(settings: CurriculumSection, rewards: Sequence[float]) -> int:
     """How many samples passed."""
     return sum(reward >= settings.pass_reward for reward in rewards)
+
+
+class Curriculum:
+    """The curriculum of one worker. While Redis is away it wants every prompt and learns nothing."""
+
+    def __init__(self, settings: CurriculumSection | None, seed: int, broker: RolloutBroker, timeout_s: float) -> None:
+        """settings: None wants every prompt. seed: of the run. timeout_s: longest wait for Redis, in seconds."""
+        self._settings, self._seed, self._broker, self._timeout_s = settings, seed, broker, timeout_s
+
+    async def wants(self, prompt_ids: Sequence[int], index: int) -> bool:
+        """Whether the prompt of an index is to be sampled."""
+        if self._settings is None:
+            return True
+        with contextlib.suppress(BrokerError, TimeoutError):
+            ask = partial(self._broker.pass_rate, prompt_name(prompt_ids))
+            return wanted(self._settings, *await in_thread(ask, self._timeout_s), draw_of(self._seed, index))
+        return True
+
+    async def learns(self, prompt_ids: Sequence[int], rewards: Sequence[float]) -> None:
+        """What became of a prompt's samples."""
+        if self._settings is None:
+            return
+        passes = passes_of(self._settings, rewards)
+        tell = partial(self._broker.pass_rate, prompt_name(prompt_ids), passes, len(rewards), self._settings.memory)
+        with contextlib.suppress(BrokerError, TimeoutError):
+            await in_thread(tell, self._timeout_s)

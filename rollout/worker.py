@@ -14,7 +14,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -35,7 +35,7 @@ from rollout.client import EngineClient, Sampling
 from rollout.codec import Codec, FileCodec
 from rollout.connect import connect_broker
 from rollout.counters import Counters
-from rollout.curriculum import draw_of, passes_of, prompt_name, wanted
+from rollout.curriculum import Curriculum
 from rollout.engines import EnginePool
 from rollout.environments.play import play_group
 from rollout.environments.turns import Turns
@@ -100,6 +100,7 @@ class Worker:
         self._sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, checkpoint.stop_ids)
         self._pool = EnginePool(broker, connect, self._broker_s)
         self._endpoint = Endpoint()
+        self._curriculum = Curriculum(config.task.curriculum, config.run.seed, broker, self._broker_s)
         self._held: dict[int, Held] = {}
         self._asking: asyncio.Task[Ticket | Refused] | None = None
         self._free = asyncio.Semaphore(config.rollout.concurrent_groups)
@@ -191,7 +192,7 @@ class Worker:
         draw: Draw | None = None
         try:
             prompt, prompt_ids = self._prompt(ticket.prompt_index)
-            if not await self._wanted(prompt_ids, ticket.prompt_index):
+            if not await self._curriculum.wants(prompt_ids, ticket.prompt_index):
                 self.counters.add("prompts_passed_over")
                 await self._again(partial(self._broker.drop, ticket.group_id, self.name))
                 return
@@ -222,7 +223,7 @@ class Worker:
                 trajectories=trajectories,
             )
             check_group(group)
-            await self._learn(prompt_ids, [t.reward for t in trajectories])
+            await self._curriculum.learns(prompt_ids, [t.reward for t in trajectories])
             if self._samples is not None:
                 self._samples.note(group, self._pool.newest)
             if self.config.task.drop_equal_groups and all_equal([t.reward for t in trajectories]):
@@ -259,25 +260,6 @@ class Worker:
             shaping=self._shaping,
             name=self._task.name,
         )
-
-    async def _wanted(self, prompt_ids: tuple[int, ...], index: int) -> bool:
-        """Whether the curriculum wants the prompt; while Redis is away it wants all."""
-        settings = self.config.task.curriculum
-        if settings is None:
-            return True
-        with contextlib.suppress(*UNAVAILABLE):
-            known = await self._ask(partial(self._broker.pass_rate, prompt_name(prompt_ids)))
-            return wanted(settings, *known, draw_of(self.config.run.seed, index))
-        return True
-
-    async def _learn(self, prompt_ids: tuple[int, ...], rewards: Sequence[float]) -> None:
-        """Tell the curriculum what became of a prompt's samples."""
-        settings = self.config.task.curriculum
-        if settings is None:
-            return
-        name, passes = prompt_name(prompt_ids), passes_of(settings, rewards)
-        with contextlib.suppress(*UNAVAILABLE):
-            await self._ask(partial(self._broker.pass_rate, name, passes, len(rewards), settings.memory))
 
     def _prompt(self, index: int) -> tuple[Prompt, tuple[int, ...]]:
         try:
