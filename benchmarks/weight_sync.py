@@ -72,12 +72,15 @@ class Bench:
 
     def bare_load(self) -> float:
         """Seconds of SGLang's own load of the newest files, the engine idle and paused."""
-        self.engine.post("/pause_generation", {"mode": "abort"})
         body = {"model_path": str(self.folder), "flush_cache": True, "weight_version": self._name()}
-        began = time.perf_counter()
-        assert self.engine.post("/update_weights_from_disk", body).json()["success"]
-        took = time.perf_counter() - began
-        self.engine.post("/continue_generation", {})
+        url, headers = self.engine.url, self.engine.headers
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
+            http.post("/pause_generation", json={"mode": "abort"})
+            began = time.perf_counter()
+            answer = http.post("/update_weights_from_disk", json=body)
+            took = time.perf_counter() - began
+            http.post("/continue_generation", json={})
+        assert answer.json()["success"], answer.text
         return took
 
     def _name(self) -> str:
