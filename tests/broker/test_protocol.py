@@ -336,7 +336,7 @@ class Protocol(Compared):
     @precondition(
         lambda self: not self.model.reissue and all(g.lease > self.model.now for g in self.model.groups.values())
     )
-    @precondition(lambda self: (self.settings.retention, self.config.redis.payloads) != ("prompt", "folder"))
+    @precondition(lambda self: self.config.redis.payloads == "redis")
     @rule(saved=st.booleans())
     def redis_forgets_what_it_was_told_last(self, saved: bool) -> None:
         """It comes back as it was a step ago, as after a power failure or a failover; the checkpoint may be ahead."""
