@@ -130,6 +130,7 @@ class Compared(RuleBasedStateMachine):
         self.broker._chosen = None
         self.settings = Settings(groups_per_step, max_lag, steps, tries, retention, HOUR, HOUR * 3 // 2)
         self.old_epochs: list[int] = []
+        self.lost_dead: set[int] = set()  # prompts that were dead letters once
         self.checkpoints = [NOTHING]
         self.tickets: list[tuple[str, Ticket]] = []
         self.reset()
@@ -210,7 +211,7 @@ class Compared(RuleBasedStateMachine):
         ids, prompts = [i for i, _ in self.history], [p for _, p in self.history]
         assert len(ids) == len(set(ids)), "a group was trained twice"
         assert len(prompts) == len(set(prompts)), "a prompt was trained twice"
-        known = set(prompts) | self.model.open | self.model.dead | getattr(self, "lost_dead", set())
+        known = set(prompts) | self.model.open | self.model.dead | self.lost_dead
         assert set(range(self.model.next_prompt)) <= known, "a prompt was lost"
 
     def files(self) -> list[Path]:

@@ -314,6 +314,7 @@ class Protocol(Compared):
     @rule()
     def requeue(self) -> None:
         prompt = min(self.model.dead)
+        self.lost_dead.add(prompt)
         assert self.broker.requeue(prompt)
         self.model.requeue(prompt)
 
@@ -324,9 +325,9 @@ class Protocol(Compared):
             return  # seldom: it ends what the schedule has built up
         self.note_what_was_reached()
         self.old_epochs.append(self.epoch)
-        dead, engines = set(self.model.dead), dict(self.model.engines)
+        engines = dict(self.model.engines)
+        self.lost_dead |= self.model.dead  # with those issued again since: a checkpoint does not know of either
         self.reset()
-        self.lost_dead = dead
         for engine, version in engines.items():
             self.broker.register_engine(EngineRecord(engine, "http://e", EngineState.SERVING, version))
             self.model.engines[engine] = version
