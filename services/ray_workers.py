@@ -135,14 +135,16 @@ def run(file: Path, *, module: str = MODULE, read: Callable[[Path], RunConfig] =
         raise ConfigError("a pool of rollout workers needs Ray: pip install ray==2.60.0.") from error
     config = read(file)
     configure_logs(config.run.id, "rollout-pool")
-    connect(ray, config, config.rollout.workers)
+    own = connect(ray, config, config.rollout.workers)
     noted: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         noted.append(number)
 
     before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    pool, wanted = Pool(ray, file.absolute(), module=module), config.rollout.workers
+    wanted = config.rollout.workers
+    # A local cluster has the CPUs of its start, and workers mostly wait: there they reserve none, so a pool can grow.
+    pool = Pool(ray, file.absolute(), module=module, cpus=0.0 if own else 1.0)
     try:
         while not set(noted) & {signal.SIGTERM, signal.SIGINT}:
             if noted:

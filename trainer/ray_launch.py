@@ -87,10 +87,11 @@ def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
         ray.shutdown()
 
 
-def connect(ray: Any, config: RunConfig, cpus: int) -> None:
+def connect(ray: Any, config: RunConfig, cpus: int) -> bool:
     """Join the cluster, or start a local one with room for `cpus` actors, again until it is up.
 
-    Ray itself waits 30 s for its node, too little for a busy machine. Raises ConfigError.
+    Ray itself waits 30 s for its node, too little for a busy machine. True if the cluster is our own. Raises
+    ConfigError.
     """
     settings = config.trainer.ray
     address = settings.address or os.environ.get("RAY_ADDRESS")
@@ -105,7 +106,7 @@ def connect(ray: Any, config: RunConfig, cpus: int) -> None:
                 include_dashboard=False if own else None,
                 num_cpus=max(cpus, os.cpu_count() or 1) if own else None,
             )
-            return
+            return own
         except Exception as error:  # what ray raises when its node does not come up has no class of its own
             ray.shutdown()
             if not own or time.monotonic() > deadline:
