@@ -13,7 +13,16 @@ from enum import StrEnum
 from pydantic import BaseModel, Field
 
 from broker.types import EngineState, Snapshot
-from services.monitor.figures import blocked_share, capacity, in_flight, mean, number, stale_share, wait_share
+from services.monitor.figures import (
+    HELD_BACK,
+    admission_wait_share,
+    capacity,
+    in_flight,
+    mean,
+    number,
+    stale_share,
+    wait_share,
+)
 
 Records = Sequence[Mapping[str, object]]
 
@@ -35,6 +44,7 @@ class Bands(BaseModel):
 
     wait_share: float = 0.25
     blocked_share: float = 0.5
+    engine_wait_share: float = 0.5
     stale_share: float = 0.05
     behind_published_intervals: float = 2.0
     gate_rate: float = 0.5
@@ -92,7 +102,8 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
     nonfinite = [value for r in records if (value := number(r, "nonfinite_fraction")) is not None]
     return {
         "trainer_wait_share": wait_share(records),
-        "admission_blocked_share": blocked_share(now, before),
+        "admission_blocked_share": admission_wait_share(now, before, HELD_BACK),
+        "engine_wait_share": admission_wait_share(now, before, ["engine"]),
         "stale_share": stale_share(now, before),
         "engine_behind_published_max": float(max(now.published - e.version for e in routable)) if routable else None,
         "engines": float(len([e for e in now.engines if e.state is not EngineState.GONE])),
@@ -131,6 +142,9 @@ def _unstable(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Fi
     return next((Finding(verdict=Verdict.UNSTABLE, because=b, change=c) for hit, b, c in out if hit), None)
 
 
+LESS_SYNC = "raise weights.publish_interval, or set weights.pause: abort if drains take long"
+
+
 def _sync_bound(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
     if now.published >= 0 and f["engines"] and not f["engines_routable"]:
         states = ", ".join(sorted({str(e.state) for e in now.engines}))
@@ -144,7 +158,13 @@ def _sync_bound(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> F
         return Finding(
             verdict=Verdict.SYNC_BOUND,
             because=f"an engine is {behind:.0f} versions behind the published one",
-            change="raise weights.publish_interval, or set weights.pause: abort if drains take long",
+            change=LESS_SYNC,
+        )
+    if _above(f["engine_wait_share"], bands.engine_wait_share):
+        return Finding(
+            verdict=Verdict.SYNC_BOUND,
+            because=f"workers wait {_percent(f['engine_wait_share'])} of their time for an engine that serves",
+            change=LESS_SYNC,
         )
     return None
 
@@ -186,7 +206,7 @@ def _saturated(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Fi
     full = now.groups.ready >= max(1, now.max_lag) * now.groups_per_step and in_flight(now) >= capacity(now)
     if not (blocked or full) or _above(wait, bands.wait_share):
         return None
-    because = f"workers wait {_percent(share)} of their time for leave to start" if blocked else "the queue is full"
+    because = f"workers wait {_percent(share)} of their time for the trainer" if blocked else "the queue is full"
     return Finding(
         verdict=Verdict.SATURATED,
         because=because,

@@ -100,12 +100,17 @@ def living_workers(s: Snapshot) -> int:
     return sum(age <= WORKER_SILENT_MS for age in ages)
 
 
-def blocked_share(now: Snapshot, before: Snapshot | None) -> float | None:
-    """Share of the workers' time that they waited for admission since `before`; None if that is not known."""
+HELD_BACK = ("bound", "memory")
+"""Reasons of a refused admission that say that sampling is ahead of training."""
+
+
+def admission_wait_share(now: Snapshot, before: Snapshot | None, reasons: Iterable[str]) -> float | None:
+    """Share of the workers' time that they waited for admission for these reasons since `before`; None: not known."""
     workers = living_workers(now)
     if before is None or not workers or now.time_ms <= before.time_ms:
         return None
-    waited = now.counters.get("admission_wait_seconds", 0.0) - before.counters.get("admission_wait_seconds", 0.0)
+    names = [f"admission_wait_{reason}_seconds" for reason in reasons]
+    waited = sum(now.counters.get(name, 0.0) - before.counters.get(name, 0.0) for name in names)
     return min(1.0, max(0.0, waited / ((now.time_ms - before.time_ms) / 1000 * workers)))
 
 

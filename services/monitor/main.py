@@ -38,7 +38,7 @@ def run(config: RunConfig) -> int:
         return 2
     timeout_s = min(config.redis.timeout_s, REDIS_TIMEOUT_S)
     try:
-        broker = Broker.connect(config.redis.url, config.run.id, password=password, timeout_s=timeout_s)
+        broker = Broker.of_run(config, password, timeout_s=timeout_s)
     except BrokerError as error:
         log.error("cannot start", problem=str(error))
         return 4

@@ -69,7 +69,13 @@ METRICS = (
     Name("trainer_lease_left_seconds", "gauge", (), "Time until the trainer counts as gone."),
     Name("trainer_metric", "gauge", ("name",), "Each finite number of the trainer's last step record (of SAT: sat_*)."),
     Name("trainer_wait_share", "gauge", (), "Share of the trainer's time that it waited for groups, last steps."),
-    Name("admission_blocked_share", "gauge", (), "Share of the workers' time without leave to start, last minute."),
+    Name(
+        "admission_blocked_share",
+        "gauge",
+        (),
+        "Share of the workers' time that the bound or memory held them back, last minute.",
+    ),
+    Name("engine_wait_share", "gauge", (), "Share of the workers' time without an engine that serves, last minute."),
     Name("stale_token_share", "gauge", (), "Share of tokens that went stale of those trained or stale, last minute."),
     Name(
         "evaluation_score", "gauge", ("task", "score", "bound"), "Newest score of a task: value, low and high (95 %)."
@@ -154,6 +160,7 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
         "trainer_metric": [((name,), value) for name, value in sorted(record.items())],
         "trainer_wait_share": _maybe(figures["trainer_wait_share"]),
         "admission_blocked_share": _maybe(figures["admission_blocked_share"]),
+        "engine_wait_share": _maybe(figures["engine_wait_share"]),
         "stale_token_share": _maybe(figures["stale_share"]),
         **_evaluations(s),
         "verdict": [((one.value,), float(diagnosis.verdict is one)) for one in Verdict],

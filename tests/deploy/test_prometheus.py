@@ -77,7 +77,7 @@ def a_snapshot() -> Snapshot:
         mean_trained_wait_ms=300.0,
         engines=(an_engine(),),
         workers={"worker-0@h-1": {"heartbeat_ms": time.time() * 1000}},
-        counters={"refused_memory": 3.0, "trainer_lease_left_ms": 50000.0, "admission_wait_seconds": 5.0},
+        counters={"refused_memory": 3.0, "trainer_lease_left_ms": 50000.0, "admission_wait_bound_seconds": 5.0},
         metrics={"reward_mean": 0.4, "step_s": 1.0, "wait_s": 0.2},
         dead_letters=1,
     )

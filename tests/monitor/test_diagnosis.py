@@ -59,11 +59,18 @@ def test_a_trainer_that_waits_at_the_bound_is_told_to_raise_the_bound():
     assert "raise lag.max above 0" in diagnose(full, EARLIER, [{**CALM[0], "wait_s": 0.7}]).headline
 
 
-def test_workers_that_wait_for_leave_are_saturated():
-    now = replace(RUNNING, counters={"admission_wait_seconds": 90.0})
+def test_workers_that_the_bound_or_memory_holds_back_are_saturated():
+    now = replace(RUNNING, counters={"admission_wait_bound_seconds": 50.0, "admission_wait_memory_seconds": 40.0})
     found = diagnose(now, EARLIER, CALM)
     assert found.verdict is Verdict.SATURATED
     assert found.figures["admission_blocked_share"] == pytest.approx(0.75)
+
+
+def test_workers_that_wait_for_an_engine_are_sync_bound_and_not_saturated():
+    now = replace(RUNNING, counters={"admission_wait_engine_seconds": 90.0, "admission_wait_seconds": 90.0})
+    found = diagnose(now, EARLIER, CALM)
+    assert [finding.verdict for finding in found.findings] == [Verdict.SYNC_BOUND]
+    assert "75 % of their time for an engine" in found.headline
 
 
 def test_a_full_queue_is_saturated():

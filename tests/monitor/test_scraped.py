@@ -53,5 +53,5 @@ def test_a_prometheus_scrapes_the_monitor_and_has_every_metric_that_has_a_value(
                 process.terminate()
                 process.wait(30)
     # Of the last minute, in which nothing was trained.
-    unknown_yet = {"lagrange_admission_blocked_share", "lagrange_stale_token_share"}
+    unknown_yet = {f"lagrange_{name}_share" for name in ("admission_blocked", "engine_wait", "stale_token")}
     assert {metric.exposed for metric in METRICS} - names <= unknown_yet
