@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import redis
@@ -16,7 +17,7 @@ from redis.retry import Retry
 
 from broker import sentinel
 from broker.commands import Argument, Command, pack
-from broker.errors import BrokerError, BrokerUnavailable
+from broker.errors import BrokerError, BrokerUnavailable, NotAllowed
 from broker.scripts import digest, script
 
 T = TypeVar("T")
@@ -30,18 +31,34 @@ _LATER = (
 )
 
 
+# Of Redis 7.0 and of 7.2: there an error inside a script has no class of its own.
+_DENIED_IN_A_SCRIPT = ("The user executing the script", "ACL failure in script")
+
+
 class OutOfMemory(BrokerError):
     """Redis is at its memory limit and refused a write; nothing was changed."""
 
 
 class Connection:
-    """A thread-safe client of one server. url: redis://, unix:// or redis+sentinel://, without a password."""
+    """A thread-safe client of one server. url: redis[s]://, unix:// or redis[s]+sentinel://, without a password.
 
-    def __init__(self, url: str, *, password: str | None, timeout_s: float) -> None:
+    user: None is the server's default user. ca_file: who may have signed the server's certificate; None: the system's.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        password: str | None,
+        timeout_s: float,
+        user: str | None = None,
+        ca_file: Path | None = None,
+    ) -> None:
         self.url = url
         self.timeout_s = timeout_s
+        self._user = user
         try:
-            self.client = _client(url, password, timeout_s)
+            self.client = _client(url, user, password, timeout_s, ca_file)
         except ValueError as error:
             raise BrokerUnavailable(f"redis.url {url!r} cannot be used: {error}") from error
 
@@ -115,7 +132,8 @@ class Connection:
                 return action()
             except redis.exceptions.AuthenticationError as error:
                 raise BrokerUnavailable(
-                    f"Redis at {self.url} refuses the password ({error}). Set LAGRANGE_REDIS_PASSWORD."
+                    f"Redis at {self.url} refuses the password of user {self._user or 'default'} ({error}). Set "
+                    "LAGRANGE_REDIS_PASSWORD, and LAGRANGE_REDIS_USER if the server has users."
                 ) from error
             except _LATER as error:
                 if time.monotonic() + pause >= end:
@@ -129,6 +147,11 @@ class Connection:
                 if str(error).startswith("NOREPLICAS") and time.monotonic() + pause < end:
                     time.sleep(pause)  # a primary that was cut off from its replicas takes no writes
                     continue
+                if isinstance(error, redis.exceptions.NoPermissionError) or str(error).startswith(_DENIED_IN_A_SCRIPT):
+                    raise NotAllowed(
+                        f"Redis at {self.url} does not let user {self._user or 'default'} do this ({error}). A process "
+                        "signs in as its role (LAGRANGE_REDIS_USER); `lagrange redis-users` says what each may do."
+                    ) from error
                 if "OOM" in str(error):
                     raise OutOfMemory(f"Redis at {self.url} is at its memory limit ({error})") from error
                 raise BrokerError(f"Redis at {self.url} refused a command: {error}") from error
@@ -136,17 +159,19 @@ class Connection:
             pause = min(2 * pause, 0.5)
 
 
-def _client(url: str, password: str | None, timeout_s: float) -> redis.Redis:
+def _client(url: str, user: str | None, password: str | None, timeout_s: float, ca_file: Path | None) -> redis.Redis:
     settings: dict[str, Any] = {
+        "username": user,
         "password": password,
         "retry": Retry(NoBackoff(), 0),
         "retry_on_error": [],
         "socket_read_size": READ_BYTES,
     }
+    tls = {"ssl_ca_certs": str(ca_file)} if ca_file is not None and url.startswith("rediss") else {}
     watched = sentinel.parse(url)
     if watched is not None:
-        return sentinel.client(watched, timeout_s=timeout_s, **settings)
-    return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, **settings)
+        return sentinel.client(watched, timeout_s=timeout_s, tls=tls, **settings)
+    return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, **tls, **settings)
 
 
 def _text(item: Any) -> Any:

@@ -10,6 +10,10 @@ class BrokerError(Exception):
     """Base of all errors of the broker."""
 
 
+class NotAllowed(BrokerError):
+    """The user of this process may not do that in Redis; nothing was changed that others rely on."""
+
+
 class BrokerUnavailable(BrokerError):
     """The server does not answer, refuses the password, or is still loading; worth trying again later."""
 

@@ -8,6 +8,7 @@ BrokerUnavailable.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from broker.connection import Connection
@@ -20,6 +21,7 @@ from broker.types import Steered
 from broker.watch import WatchCalls
 from broker.worker_calls import WorkerCalls
 from configs.schema import RunConfig
+from configs.secrets import redis_user
 
 SCHEMA = "3"
 Command = Literal["lag", "pause", "resume", "drain", "checkpoint", "evaluate"]
@@ -29,12 +31,34 @@ class Broker(WorkerCalls, TrainerCalls, RegistryCalls, WatchCalls):
     """A process' handle on one run, in parts by who calls them; here: set-up and steering."""
 
     @classmethod
-    def connect(cls, url: str, run_id: str, *, password: str | None = None, timeout_s: float = 10.0) -> Broker:
+    def connect(
+        cls,
+        url: str,
+        run_id: str,
+        *,
+        password: str | None = None,
+        timeout_s: float = 10.0,
+        user: str | None = None,
+        ca_file: Path | None = None,
+    ) -> Broker:
         """Open a handle and see that the server answers; raises BrokerUnavailable after `timeout_s` seconds."""
         keep_large_buffers()
-        connection = Connection(url, password=password, timeout_s=timeout_s)
+        connection = Connection(url, password=password, timeout_s=timeout_s, user=user, ca_file=ca_file)
         connection.attempt(connection.client.ping)
         return cls(connection, run_id)
+
+    @classmethod
+    def of_run(cls, config: RunConfig, password: str | None, *, timeout_s: float | None = None) -> Broker:
+        """`connect` to the server that a run's configuration names, as the user that the environment names, if any."""
+        redis = config.redis
+        return cls.connect(
+            redis.url or "",
+            config.run.id,
+            password=password,
+            timeout_s=redis.timeout_s if timeout_s is None else timeout_s,
+            user=redis_user(),
+            ca_file=redis.ca_file,
+        )
 
     def close(self) -> None:
         """Close the connections; the run is untouched."""

@@ -51,8 +51,13 @@ class RedisSection(Section):
 
     url: str | None = Field(
         None,
-        description="redis://, unix:// or redis+sentinel://host:port,.../service address without a password; null: "
-        "`lagrange up` embeds a server.",
+        description="redis://, rediss:// (TLS), unix:// or redis+sentinel://host:port,.../service address without a "
+        "password; null: `lagrange up` embeds a server.",
+    )
+    ca_file: Path | None = Field(
+        None,
+        description="Certificates (PEM) of who may have signed the server's, for a rediss:// address; null: the "
+        "system's.",
     )
     port: Port = Field(0, description="Port of the embedded server; 0: a free one.")
     timeout_s: Seconds = Field(10.0, description="Longest wait for one answer of the server, in seconds.")
@@ -71,6 +76,12 @@ class RedisSection(Section):
     compression: Literal["none", "zstd"] = Field(
         "none", description="Compress trajectories: fewer bytes for more CPU time (docs/queue.md)."
     )
+
+    @model_validator(mode="after")
+    def _certificates_are_of_use(self) -> RedisSection:
+        if self.ca_file is not None and not (self.url or "").startswith("rediss"):
+            raise ValueError("redis.ca_file is set, but redis.url does not begin with rediss://: nothing is encrypted.")
+        return self
 
     @model_validator(mode="after")
     def _folder_is_named(self) -> RedisSection:
@@ -447,6 +458,21 @@ class ServiceSection(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Port = Field(0, description="Port to listen on; 0: a free one, written to the run's folder by `lagrange up`.")
+    cert_file: Path | None = Field(
+        None, description="Certificate chain (PEM): the service then speaks HTTPS alone; null: HTTP."
+    )
+    key_file: Path | None = Field(None, description="Private key (PEM) of cert_file.")
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> ServiceSection:
+        if (self.cert_file is None) is not (self.key_file is None):
+            raise ValueError("cert_file and key_file belong together: set both for HTTPS, or none for HTTP.")
+        return self
+
+    @property
+    def scheme(self) -> Literal["http", "https"]:
+        """Of the service's address."""
+        return "http" if self.cert_file is None else "https"
 
 
 class EvaluationTask(Section):

@@ -12,6 +12,7 @@ from pathlib import Path
 from configs.load import ConfigError
 
 REDIS_PASSWORD = "LAGRANGE_REDIS_PASSWORD"
+REDIS_USER = "LAGRANGE_REDIS_USER"  # no secret: the role, where Redis has a user for each (broker/access.py)
 API_TOKEN = "LAGRANGE_API_TOKEN"
 ENGINE_API_KEY = "LAGRANGE_ENGINE_API_KEY"
 
@@ -35,3 +36,8 @@ def read_secret(name: str, environment: Mapping[str, str] = os.environ) -> str |
     if not value:
         raise ConfigError(f"{name}_FILE: {file} is empty. Write the secret into it.")
     return value
+
+
+def redis_user(environment: Mapping[str, str] = os.environ) -> str | None:
+    """As whom a process signs in to Redis; None: as its default user."""
+    return environment.get(REDIS_USER) or None

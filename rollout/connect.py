@@ -21,9 +21,7 @@ LOG = structlog.get_logger()
 
 async def connect_broker(config: RunConfig, password: str | None, stop: asyncio.Event) -> Broker | None:
     """A broker of the run, after waiting for Redis as long as it takes; None when told to stop."""
-    open_broker = partial(
-        Broker.connect, config.redis.url or "", config.run.id, password=password, timeout_s=config.redis.timeout_s
-    )
+    open_broker = partial(Broker.of_run, config, password)
     told = asyncio.ensure_future(stop.wait())
     wait = 0.1
     try:

@@ -98,6 +98,22 @@ def init(config: ConfigOption) -> None:
     typer.echo(f"run {made.run.id} is ready: {made.run.folder}, model {made.model.path}")
 
 
+@app.command("redis-users")
+def redis_users(
+    passwords: Annotated[Path, typer.Argument(help="Folder with a file redis_<role>_password for each role.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Where to write it; else it is printed.")] = None,
+    run: Annotated[str, typer.Option("--run", help="The only run whose keys they may use; *: of every run.")] = "*",
+) -> None:
+    """Make Redis' access control list (aclfile): a user for each role, who may do what the role must."""
+    from services import deployment  # noqa: PLC0415
+
+    text = deployment.redis_users(passwords, run)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        deployment.write_whole(out, text)
+
+
 @app.command()
 def engine(config: ConfigOption, index: IndexOption = 0) -> None:
     """Start one SGLang engine and register it."""
@@ -201,19 +217,14 @@ def folder_looker(folder: Path, hint: str) -> tuple[Callable[[], Any], Callable[
     config = run_config(folder)
     if config.redis.url is None:
         raise ConfigError(f"{folder}/config.yaml: redis.url is not set, so there is nothing to ask.")
-    broker = Broker.connect(
-        config.redis.url,
-        config.run.id,
-        password=read_secret(REDIS_PASSWORD),
-        timeout_s=config.redis.timeout_s,
-    )
+    broker = Broker.of_run(config, read_secret(REDIS_PASSWORD))
 
     def look() -> Any:
         snapshot = broker.snapshot()
         records = read_metrics(folder / "metrics.jsonl")
         rewards = [float(r["reward_mean"]) for r in records if isinstance(r.get("reward_mean"), int | float)]
         elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
-        url = f"http://{config.monitor.host}:{config.monitor.port}"
+        url = f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}"
         return screen(view_of(snapshot, rewards, ProcessFacts(elapsed, url, str(folder), hint=hint)))
 
     return look, broker.close

@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+from broker.access import ROLES, Role, users
 from broker.errors import BrokerUnavailable
 from broker.queue import Broker
 from configs import ConfigError, RunConfig, load_config
@@ -62,6 +63,31 @@ def initialise(file: Path) -> RunConfig:
     return config
 
 
+def redis_users(passwords: Path, run: str = "*") -> str:
+    """Redis' ACL file: a user for each role with a file redis_<role>_password in the folder `passwords`.
+
+    run: whose keys the users may use, "*": those of every run. Raises ConfigError and BrokerError (a short password).
+    """
+    found: dict[Role, str] = {}
+    for role in ROLES:
+        file = passwords / f"redis_{role.replace('-', '_')}_password"
+        if file.exists():
+            found[role] = read_secret("PASSWORD", {"PASSWORD_FILE": str(file)}) or ""
+    if not found:
+        raise ConfigError(f"{passwords}: no file redis_<role>_password. Roles are {', '.join(ROLES)}.")
+    return users(found, run)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is never seen half written. Raises ConfigError."""
+    aside = path.with_name(f".{path.name}.new")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}). Name a file in a writable folder.") from error
+
+
 def deployment_problems(config: RunConfig) -> list[str]:
     """What `lagrange up` would choose and nobody chooses here: one message for each field that is open."""
     found = []
@@ -87,7 +113,7 @@ def _connect(config: RunConfig) -> Broker:
     end = time.monotonic() + REDIS_WAIT_S
     while True:
         try:
-            return Broker.connect(config.redis.url, config.run.id, password=password, timeout_s=config.redis.timeout_s)
+            return Broker.of_run(config, password)
         except BrokerUnavailable:
             if time.monotonic() > end:
                 raise

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Annotated, Any
@@ -234,17 +235,45 @@ def listen(section: ServiceSection) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
+def address_of(listener: socket.socket, scheme: str = "http") -> str:
     """Base URL of a listener, as a browser on this machine would write it."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def serve_until_signal(app: FastAPI, listener: socket.socket) -> None:
+def check_certificate(section: ServiceSection) -> None:
+    """Raise ConfigError if the section's certificate or key cannot be used (TLS 1.2 and newer is spoken)."""
+    if section.cert_file is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            section.cert_file, section.key_file, password=_no_password
+        )
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"cert_file {section.cert_file} and key_file {section.key_file} cannot be used ({error}). Both have to be "
+            "readable PEM files, the key without a password and of the certificate."
+        ) from error
+
+
+def _no_password() -> str:
+    """OpenSSL would ask the terminal for it."""
+    return ""
+
+
+def serve_until_signal(app: FastAPI, listener: socket.socket, section: ServiceSection) -> None:
     """Serve until SIGINT or SIGTERM; open connections get two seconds to end."""
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, ws="none")
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        ws="none",
+        ssl_certfile=section.cert_file,
+        ssl_keyfile=section.key_file,
+    )
     _Server(config, app).run(sockets=[listener])
 
 
@@ -284,6 +313,7 @@ def run_service(
     try:
         token = read_secret(API_TOKEN, environment)
         refuse_open_service(section.host, token, environment)
+        check_certificate(section)
     except (ConfigError, OpenServiceError) as error:
         log.error("cannot start", service=name, problem=str(error))
         return 2
@@ -297,6 +327,6 @@ def run_service(
         )
         return 3
     with listener:
-        log.info("listening", service=name, url=address_of(listener))
-        serve_until_signal(build(token), listener)
+        log.info("listening", service=name, url=address_of(listener, section.scheme))
+        serve_until_signal(build(token), listener, section)
     return 0

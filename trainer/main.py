@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from configs.load import ConfigError, load_config, save_config
 from configs.schema import RunConfig
 from configs.secrets import REDIS_PASSWORD, read_secret
 from trainer.background import Worker
+from trainer.chooser import Doorbell
 from trainer.losses.catalogue import loss_settings, warnings
 from trainer.ports import SavedState
 
@@ -105,9 +106,7 @@ def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
 
     assert config.redis.url is not None
     assert config.model.path is not None
-    broker = Broker.connect(
-        config.redis.url, config.run.id, password=read_secret(REDIS_PASSWORD), timeout_s=config.redis.timeout_s
-    )
+    broker = Broker.of_run(config, read_secret(REDIS_PASSWORD))
     with parallel(config) as ranks:
         if ranks.is_main:
             broker.initialise(config)
@@ -116,6 +115,7 @@ def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
         replay = config.trainer.routing_replay != "off" and shape.experts > 0
         if not replay and config.trainer.routing_replay != "off" and ranks.is_main:
             log.warning("no routing replay", problem="the model has no experts; the run goes on without it")
+        doorbell = Doorbell()
         trainer = Trainer(
             config,
             broker=broker,
@@ -126,8 +126,14 @@ def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
             route_shape=RouteShape(shape.layers, shape.top_k, shape.experts, shape.moe_layers) if replay else None,
             background=Worker(),
             stop=stop,
+            pause=doorbell.pause,
         )
-        with _keep_alive(broker, trainer, config.trainer.lease_s / 3 if ranks.is_main else None):
+        if not ranks.is_main:
+            return trainer.run()
+        with (
+            closing(broker.listen_for_batches(doorbell.ring)),
+            _keep_alive(broker, trainer, config.trainer.lease_s / 3),
+        ):
             return trainer.run()
 
 
@@ -198,11 +204,8 @@ def _stop_on_signal(rank: int) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _keep_alive(broker: Broker, trainer: object, interval_s: float | None) -> Iterator[None]:
-    """Renew the trainer's lease while a long step computes. interval_s: None on ranks that do not hold it."""
-    if interval_s is None:
-        yield
-        return
+def _keep_alive(broker: Broker, trainer: object, interval_s: float) -> Iterator[None]:
+    """Renew the trainer's lease while a long step computes; on the rank that holds it."""
     ended = threading.Event()
 
     def renew() -> None:

@@ -1,4 +1,4 @@
-# The services that need no GPU and no torch: init, weight-sync, monitor, rollout.   Context: the repository's root.
+# The services that need no GPU and no torch: users, init, weight-sync, monitor, rollout.   Context: the repository's root.
 #   docker build -f deploy/docker/service.Dockerfile -t lagrange/service:dev .
 # Without a network: put wheels into deploy/docker/wheels and add --build-arg PIP_NO_INDEX=1 (docs/deploy/images.md).
 ARG BASE_IMAGE=python:3.11-slim-bookworm
@@ -33,7 +33,7 @@ LABEL org.opencontainers.image.title="lagrange-service" \
       org.opencontainers.image.revision="${REVISION}"
 RUN groupadd --gid 10001 lagrange \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin lagrange \
- && install -d -o 10001 -g 10001 /var/lib/lagrange
+ && install -d -o 10001 -g 10001 /var/lib/lagrange /var/lib/lagrange-users
 COPY --from=build /opt/lagrange /opt/lagrange
 ENV PATH=/opt/lagrange/bin:/usr/local/bin:/usr/bin:/bin HOME=/tmp OMP_NUM_THREADS=1 \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

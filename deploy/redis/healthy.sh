@@ -1,9 +1,15 @@
 #!/bin/sh
-# Exit code 0 if Redis answers to its password and is not loading its append-only file.
+# Exit code 0 if Redis answers and is not loading its append-only file. Where it has users, `check` may ask without a
+# password, and nothing but this.
 set -eu
-REDISCLI_AUTH="$(cat "${REDIS_PASSWORD_FILE:?}")"
+if [ -n "${REDIS_USERS_FILE:-}" ]; then
+  set -- --user check
+  REDISCLI_AUTH=any
+else
+  REDISCLI_AUTH="$(cat "${REDIS_PASSWORD_FILE:?}")"
+fi
 export REDISCLI_AUTH
 if [ -n "${REDIS_TLS_FOLDER:-}" ]; then
-  set -- --tls --cacert "$REDIS_TLS_FOLDER/ca.crt"
+  set -- "$@" --tls --cacert "$REDIS_TLS_FOLDER/ca.crt"
 fi
 [ "$(redis-cli "$@" ping)" = PONG ]

@@ -1,13 +1,19 @@
 #!/bin/sh
-# Start Redis with its password from a file: never in the arguments, the environment or the image.
-#   start.sh    reads /etc/lagrange-redis/redis.conf and REDIS_PASSWORD_FILE; REDIS_MAXMEMORY bounds the memory
-# REDIS_TLS_FOLDER (tls.crt, tls.key, ca.crt; as in a Kubernetes TLS secret): then only TLS is spoken, on the same port.
+# Start Redis, protected by what a file holds: no password is in the arguments, the environment or the image.
+#   REDIS_USERS_FILE     an access control list, a user for each role: lagrange redis-users PASSWORDS --out FILE
+#   REDIS_PASSWORD_FILE  else: one password, which allows everything
+#   REDIS_MAXMEMORY      bounds the memory
+#   REDIS_TLS_FOLDER     tls.crt, tls.key, ca.crt, as in a Kubernetes TLS secret: then only TLS is spoken, on the same port
 set -eu
 umask 077
 conf=/tmp/redis.conf
 cp /etc/lagrange-redis/redis.conf "$conf"
 {
-  printf 'requirepass %s\n' "$(cat "${REDIS_PASSWORD_FILE:?name the file that holds the password}")"
+  if [ -n "${REDIS_USERS_FILE:-}" ]; then
+    printf 'aclfile %s\n' "$REDIS_USERS_FILE"
+  else
+    printf 'requirepass %s\n' "$(cat "${REDIS_PASSWORD_FILE:?name the file that holds the users or the password}")"
+  fi
   printf 'maxmemory %s\n' "${REDIS_MAXMEMORY:-1gb}"
   if [ -n "${REDIS_TLS_FOLDER:-}" ]; then
     printf 'tls-port %s\nport 0\n' "$(sed -n 's/^port //p' /etc/lagrange-redis/redis.conf)"

@@ -155,16 +155,10 @@ class Session:
     def _connect(self) -> Broker:
         """Connect to Redis, waiting for an embedded one to listen. Raises CannotStart."""
         config = self._plan.config
-        address = config.redis.url or ""
         deadline = time.monotonic() + self._settings.redis_start_s
         while True:
             try:
-                return Broker.connect(
-                    address,
-                    config.run.id,
-                    password=read_secret(REDIS_PASSWORD),
-                    timeout_s=config.redis.timeout_s,
-                )
+                return Broker.of_run(config, read_secret(REDIS_PASSWORD))
             except BrokerUnavailable as error:
                 redis = self._processes.children.get("redis")
                 if redis is not None and (code := redis.exit_code()) is not None:
@@ -261,7 +255,7 @@ class Session:
         config = self._plan.config
         facts = ProcessFacts(
             elapsed_s=time.monotonic() - self._began,
-            monitor_url=f"http://{config.monitor.host}:{config.monitor.port}",
+            monitor_url=f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}",
             folder=str(self._plan.folder),
             restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
             news=self._news,

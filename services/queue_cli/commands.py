@@ -152,9 +152,7 @@ def opened(where: Path) -> Iterator[tuple[Broker, RunConfig]]:
     config = load_config(file)
     if config.redis.url is None:
         raise ConfigError(f"{file}: redis.url is not set, so there is nothing to ask.")
-    broker = Broker.connect(
-        config.redis.url, config.run.id, password=read_secret(REDIS_PASSWORD), timeout_s=config.redis.timeout_s
-    )
+    broker = Broker.of_run(config, read_secret(REDIS_PASSWORD))
     try:
         yield broker, config
     finally:

@@ -49,7 +49,7 @@ def run(config: RunConfig) -> int:
         log.error("cannot start", problem=str(error))
         return 2
     try:
-        broker = Broker.connect(config.redis.url, config.run.id, password=password, timeout_s=config.redis.timeout_s)
+        broker = Broker.of_run(config, password)
     except BrokerError as error:
         log.error("cannot start", problem=str(error))
         return 4

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from broker.access import ROLES
 from tests.deploy.tools import Tree, containers, pod_templates
 
-SECRETS = {"lagrange-secrets": {"redis_password", "api_token", "engine_api_key"}}
+PASSWORDS = {f"redis_{role.replace('-', '_')}_password" for role in ROLES}
+SECRETS = {"lagrange-secrets": {*PASSWORDS, "api_token", "engine_api_key"}}
 
 
 def problems(objects: tuple[Tree, ...]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from broker.access import ROLES
 from tests.deploy.tools import DEPLOY, ROOT, Tree, compose, program, run
 
 OURS = ("init", "weight-sync", "monitor", "trainer", "engine", "rollout")
@@ -16,11 +17,11 @@ def service(name: str, gpu: bool = False) -> Tree:
 
 def test_it_starts_the_processes_of_a_run_and_more_only_by_profile() -> None:
     everything = compose()["services"]
-    assert {name for name, s in everything.items() if not s.get("profiles")} == {"redis", *OURS}
+    assert {name for name, s in everything.items() if not s.get("profiles")} == {"redis", "users", *OURS}
     assert {name for name, s in everything.items() if s.get("profiles") == ["observe"]} == {"prometheus", "grafana"}
 
 
-@pytest.mark.parametrize("name", ["redis", *OURS, "prometheus", "grafana"])
+@pytest.mark.parametrize("name", ["redis", "users", *OURS, "prometheus", "grafana"])
 def test_every_container_is_read_only_without_privileges_and_within_limits(name: str) -> None:
     tree = service(name)
     assert tree["read_only"] is True
@@ -38,7 +39,7 @@ def test_secrets_are_files_and_never_values() -> None:
             secret = any(word in variable for word in ("PASSWORD", "TOKEN", "KEY"))
             assert not secret or str(value).startswith("/run/secrets/"), f"{name}: {variable}"
             if str(value).startswith("/run/secrets/") and name in OURS:
-                mounted = {s["source"] for s in tree["secrets"]}
+                mounted = files(tree["secrets"])
                 needed = str(value).rsplit("/", 1)[1]
                 assert needed in mounted or variable not in NEEDS.get(name, ()), f"{name} does not get {needed}"
         assert "--requirepass" not in str(tree.get("command"))
@@ -59,7 +60,48 @@ def test_a_process_is_told_of_exactly_the_secrets_that_it_gets(name: str) -> Non
     tree = service(name)
     told = {variable for variable in tree["environment"] if variable.endswith("_FILE")}
     assert told == set(NEEDS[name])
-    assert {s["source"] for s in tree["secrets"]} == {str(tree["environment"][v]).rsplit("/", 1)[1] for v in told}
+    paths = {str(tree["environment"][v]).rsplit("/", 1)[1] for v in told}
+    assert files(tree["secrets"]) == paths
+    assert {s["source"] for s in tree["secrets"]} == paths - {"redis_password"} | {password_of(USERS[name])}
+
+
+def files(mounted: list[Tree]) -> set[str]:
+    """Names of secrets in /run/secrets; compose resolves a short form to a path and leaves a long one as it is."""
+    return {secret["target"].rsplit("/", 1)[-1] for secret in mounted}
+
+
+def password_of(role: str) -> str:
+    """The secret with the password of a user of Redis."""
+    return f"redis_{role.replace('-', '_')}_password"
+
+
+# As whom each process signs in to Redis. `init` does what the trainer does at each start.
+USERS = {
+    "init": "trainer",
+    "weight-sync": "weight-sync",
+    "monitor": "monitor",
+    "trainer": "trainer",
+    "engine": "engine",
+    "rollout": "worker",
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_process_signs_in_to_redis_as_its_role(name: str) -> None:
+    assert service(name)["environment"]["LAGRANGE_REDIS_USER"] == USERS[name]
+
+
+def test_redis_has_a_user_for_each_role_and_gets_no_password() -> None:
+    assert {s["source"] for s in service("users")["secrets"]} == {password_of(role) for role in ROLES}
+    assert not service("redis").get("secrets")
+    (volume,) = (v for v in service("users")["volumes"])
+    out = service("redis")["environment"]["REDIS_USERS_FILE"]
+    assert service("users")["command"] == ["redis-users", "/run/secrets", "--out", out]
+    assert out.startswith(volume["target"] + "/")
+    assert {"source": volume["source"], "target": volume["target"], "read_only": True}.items() <= next(
+        v for v in service("redis")["volumes"] if v["source"] == volume["source"]
+    ).items()
+    assert service("redis")["depends_on"]["users"]["condition"] == "service_completed_successfully"
 
 
 def test_the_order_of_the_start_is_gated_by_health() -> None:
@@ -97,7 +139,7 @@ def test_redis_is_durable_bounded_and_never_evicts() -> None:
     assert settings["appendonly"] == "yes"
     assert settings["maxmemory-policy"] == "noeviction"
     assert service("redis")["environment"]["REDIS_MAXMEMORY"] == "1gb"
-    assert [v["target"] for v in service("redis")["volumes"]] == ["/data"]
+    assert [v["target"] for v in service("redis")["volumes"] if not v.get("read_only")] == ["/data"]
 
 
 def test_engines_and_workers_can_be_scaled() -> None:
@@ -145,8 +187,8 @@ def test_secrets_are_made_once_each_another(tmp_path: object) -> None:
     first = {p.name: p.read_text(encoding="utf-8") for p in folder.iterdir() if p.name != "make.sh"}
     run(folder / "make.sh")
     assert first == {p.name: p.read_text(encoding="utf-8") for p in folder.iterdir() if p.name != "make.sh"}
-    assert set(first) == {"redis_password", "api_token", "engine_api_key", "grafana_password"}
-    assert len(set(first.values())) == 4
+    assert set(first) == {*map(password_of, ROLES), "api_token", "engine_api_key", "grafana_password"}
+    assert len(set(first.values())) == len(first)
     assert all(len(value) >= 32 for value in first.values())
     assert folder.stat().st_mode & 0o077 == 0
 

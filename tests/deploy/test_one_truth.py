@@ -9,12 +9,13 @@ import pytest
 import typer.main
 import yaml
 
+from broker.access import CHECK
 from configs import load_config, secrets
 from rollout import engine as supervisor
 from services.cli import app
 from services.local.layout import roles
 from services.monitor.app import create_app as monitor_app
-from tests.deploy.test_compose import NEEDS, OURS
+from tests.deploy.test_compose import NEEDS, OURS, USERS
 from tests.deploy.tools import DEPLOY, OVERLAYS, Tree, compose, manifests, pod_templates
 
 FILE = "/etc/lagrange/config.yaml"
@@ -140,7 +141,11 @@ def test_health_paths_are_served_and_the_same_everywhere() -> None:
 
 def test_variables_are_the_ones_that_the_processes_read() -> None:
     names = {secrets.REDIS_PASSWORD, secrets.API_TOKEN, secrets.ENGINE_API_KEY}
-    known = {f"{name}_FILE" for name in names} | {supervisor.ADVERTISED_HOST, supervisor.SCRATCH, supervisor.DRAIN}
+    known = (
+        {f"{name}_FILE" for name in names}
+        | {secrets.REDIS_USER}
+        | {supervisor.ADVERTISED_HOST, supervisor.SCRATCH, supervisor.DRAIN}
+    )
     pods = job_pods("cpu-small")
     for name in OURS:
         in_compose = set(compose()["services"][name]["environment"])
@@ -149,6 +154,20 @@ def test_variables_are_the_ones_that_the_processes_read() -> None:
             in_kubernetes = {variable["name"] for variable in pods[name]["env"]}
             assert in_kubernetes - {supervisor.ADVERTISED_HOST} == in_compose, name
             assert {v for v in in_kubernetes if v.endswith("_FILE")} == set(NEEDS[name])
+            assert {v["value"] for v in pods[name]["env"] if v["name"] == secrets.REDIS_USER} == {USERS[name]}
+
+
+def test_compose_and_kubernetes_make_redis_users_alike() -> None:
+    (users,) = (
+        init
+        for name, template in pod_templates(manifests("cpu-small"))
+        if name == "redis"
+        for init in template["spec"]["initContainers"]
+    )
+    assert users["args"] == compose()["services"]["users"]["command"]
+    variable = {v["name"]: v["value"] for v in job_pods("cpu-small")["redis"]["env"]}["REDIS_USERS_FILE"]
+    assert variable == compose()["services"]["redis"]["environment"]["REDIS_USERS_FILE"]
+    assert f"--user {CHECK}" in (DEPLOY / "redis/healthy.sh").read_text(encoding="utf-8")
 
 
 def test_compose_and_kubernetes_use_the_same_images_and_redis_files() -> None:

@@ -17,6 +17,7 @@ import redis
 from broker.errors import BrokerUnavailable
 from broker.queue import Broker
 from broker.server import find_server
+from services.deployment import redis_users, write_whole
 from tests.conftest import small_config
 from tests.deploy.tools import DEPLOY
 
@@ -111,6 +112,29 @@ def test_its_health_check_fails_with_a_wrong_password(
     assert healthy() == 0
     (tmp_path / "password").write_text("another", encoding="utf-8")
     assert healthy() != 0
+
+
+def test_with_users_each_signs_in_by_name_and_the_health_check_needs_no_password(tmp_path: Path) -> None:
+    (tmp_path / "passwords").mkdir()
+    (tmp_path / "passwords/redis_worker_password").write_text(PASSWORD, encoding="utf-8")
+    write_whole(tmp_path / "users.acl", redis_users(tmp_path / "passwords"))
+    with started(tmp_path, REDIS_USERS_FILE=str(tmp_path / "users.acl")) as (port, _):
+        client = redis.Redis(port=port, username="worker", password=PASSWORD, socket_timeout=5)
+        answered(client)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            client.flushall()
+        client.close()
+        stranger = redis.Redis(port=port, socket_timeout=5)
+        with pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        stranger.close()
+        if shutil.which("redis-cli") is None:
+            pytest.skip("redis-cli is not installed (Debian: apt-get install redis-tools)")
+        script = (DEPLOY / "redis/healthy.sh").read_text(encoding="utf-8").replace("redis-cli", f"redis-cli -p {port}")
+        (tmp_path / "healthy.sh").write_text(script, encoding="utf-8")
+        command, environment = ["/bin/sh", str(tmp_path / "healthy.sh")], dict(os.environ)
+        environment["REDIS_USERS_FILE"] = str(tmp_path / "users.acl")
+        assert subprocess.run(command, env=environment, check=False, timeout=20).returncode == 0
 
 
 def certificates(folder: Path) -> Path:

@@ -16,17 +16,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import redis
 import yaml
 
+from broker.access import ROLES, Role, users
 from broker.queue import Broker
 from broker.server import EmbeddedServer
 from broker.types import Snapshot
-from tests.deploy.test_compose import OURS
+from tests.deploy.test_compose import OURS, USERS, password_of
 from tests.deploy.tools import DEPLOY, ROOT, Tree, compose, deploy_config
 from tests.engine_fixture import engine_python
 
 START_S = 420.0
-SECRETS = {"redis_password": "redis-password-of-the-test", "api_token": "token", "engine_api_key": "engine-key"}
+SECRETS = {"api_token": "token", "engine_api_key": "engine-key"}
+PASSWORDS: dict[Role, str] = {role: f"password-of-the-{role}" for role in ROLES}
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Topology:
         """The service's own variables, with the places of containers moved into the folder."""
         own = {k: str(v) for k, v in compose()["services"][name]["environment"].items()}
         moved = {k: v.replace("/run/secrets", str(self.folder / "secrets")) for k, v in own.items()}
+        moved["LAGRANGE_REDIS_PASSWORD_FILE"] = str(self.folder / "secrets" / password_of(USERS[name]))
         if "LAGRANGE_SCRATCH" in moved:
             moved["LAGRANGE_SCRATCH"] = str(self.folder / "scratch")
         here = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -81,6 +85,13 @@ class Topology:
         return self.broker.snapshot()
 
 
+def add_users(url: str, password: str) -> None:
+    """Those of the compose file, on a server whose default user stays for the test."""
+    with redis.Redis.from_url(url, password=password, socket_timeout=10) as client:
+        for line in users(PASSWORDS).splitlines()[1:]:
+            client.execute_command("ACL", "SETUSER", *line.split()[1:])
+
+
 def seconds(duration: str) -> float:
     """ "2m0s" as 120."""
     minutes, _, rest = duration.rpartition("m")
@@ -102,12 +113,12 @@ def free_ports(number: int) -> list[int]:
 def topology(tmp_path: Path) -> Iterator[Topology]:
     python = engine_python()
     (tmp_path / "secrets").mkdir()
-    for name, value in SECRETS.items():
+    for name, value in (SECRETS | {password_of(role): word for role, word in PASSWORDS.items()}).items():
         (tmp_path / "secrets" / name).write_text(value, encoding="utf-8")
     (tmp_path / "scratch").mkdir()
     (tmp_path / "data").mkdir()
-    password = SECRETS["redis_password"]
-    with EmbeddedServer(tmp_path / "data", append_only=True, max_memory_mb=256, password=password) as server:
+    with EmbeddedServer(tmp_path / "data", append_only=True, max_memory_mb=256, password="for-the-test") as server:
+        add_users(server.url, "for-the-test")
         tree: Tree = deploy_config("tiny")
         engine, sync, monitor, trainer = free_ports(4)
         tree["run"]["directory"] = str(tmp_path / "runs")
@@ -116,7 +127,7 @@ def topology(tmp_path: Path) -> Iterator[Topology]:
         tree["weight_sync"]["port"], tree["monitor"]["port"], tree["trainer"]["port"] = sync, monitor, trainer
         tree["trainer"]["checkpoint"] = {"interval_steps": 5}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
-        running = Topology(tmp_path, Broker.connect(server.url, "tiny", password=password, timeout_s=10))
+        running = Topology(tmp_path, Broker.connect(server.url, "tiny", password="for-the-test", timeout_s=10))
         try:
             yield running
         finally:
@@ -153,4 +164,5 @@ def test_the_compose_files_processes_train_are_healthy_and_end_on_sigterm(topolo
     assert topology.snapshot().engines == ()  # it drained
     assert topology.snapshot().groups.generating == 0  # tickets were handed back
     words = b"".join(Path(f"{log}").read_bytes() for log in topology.folder.rglob("*.log"))
-    assert not [secret for secret in SECRETS.values() if len(secret) > 8 and secret.encode() in words]
+    secrets = (*SECRETS.values(), *PASSWORDS.values())
+    assert not [secret for secret in secrets if len(secret) > 8 and secret.encode() in words]
