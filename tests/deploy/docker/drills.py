@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ class System:
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
         return done.stdout
+
+    def up(self) -> None:
+        """Start everything and wait until all is healthy; four times as long as a step of a drill."""
+        limit = round(4 * PATIENCE_S)
+        self.compose("up", "-d", "--wait", "--no-build", "--wait-timeout", str(limit), timeout_s=limit + 300)
 
     def containers(self, service: str) -> list[str]:
         """Ids of a service's running containers."""
@@ -124,18 +130,29 @@ def system() -> Iterator[System]:
     if os.geteuid() != 0:
         pytest.skip("a Docker engine in its own namespaces needs root")
     made = () if os.environ.get("DRILLS_BUILD") == "0" else (env.make_base, env.fetch_wheels, env.build)
-    for step in (env.start_engine, *made):
-        began = time.monotonic()
-        step(FOLDER)
-        say(f"{step.__name__}: {time.monotonic() - began:.0f} s")
+    try:
+        for step in (env.start_engine, *made):
+            began = time.monotonic()
+            step(FOLDER)
+            say(f"{step.__name__}: {time.monotonic() - began:.0f} s")
+        with project() as running:
+            yield running
+    finally:
+        if os.environ.get("DRILLS_KEEP") != "1":
+            env.stop_engine(FOLDER)
+            shutil.rmtree(FOLDER / "context", ignore_errors=True)
+
+
+@contextmanager
+def project() -> Iterator[System]:
+    """The compose project, up and healthy; gone afterwards, with its volumes."""
     tree = deploy_config("tiny")
     tree["run"]["steps"] = 100000  # the drills end it
     tree["trainer"]["checkpoint"] = {"interval_steps": 5}
     tree["lag"]["max"] = 2
     (FOLDER / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     subprocess.run([DEPLOY / "secrets/make.sh"], check=True, timeout=30)
-    plugins = FOLDER / "docker-config/cli-plugins"
-    plugins.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "docker-config/cli-plugins").mkdir(parents=True, exist_ok=True)
     variables = {
         "PATH": os.environ["PATH"],
         "HOME": str(FOLDER),
@@ -149,7 +166,7 @@ def system() -> Iterator[System]:
     running.compose("down", "-v", "--timeout", "5")
     try:
         began = time.monotonic()
-        running.compose("up", "-d", "--wait", "--no-build", "--wait-timeout", "600")
+        running.up()
         say(f"up --wait: {time.monotonic() - began:.0f} s")
         yield running
     except RuntimeError as error:
@@ -157,8 +174,6 @@ def system() -> Iterator[System]:
     finally:
         if os.environ.get("DRILLS_KEEP") != "1":
             running.compose("down", "-v", "--timeout", "20")
-            env.stop_engine(FOLDER)
-            shutil.rmtree(FOLDER / "context", ignore_errors=True)
 
 
 def test_every_container_is_healthy_unprivileged_and_read_only(system: System) -> None:
@@ -210,7 +225,7 @@ def test_down_and_up_again_resumes_the_run(system: System) -> None:
     before = system.get("/v1/ledger")["groups"]["durable"]
     step = system.step()
     system.compose("down", "--timeout", "60")
-    system.compose("up", "-d", "--wait", "--no-build", "--wait-timeout", "600")
+    system.up()
     system.until("more steps", lambda: system.step() >= step + 3)
     assert system.get("/v1/ledger")["groups"]["durable"] >= before
     system.sound()

@@ -154,15 +154,14 @@ def fetch_wheels(folder: Path) -> Path:
 
 
 def copy_context(folder: Path) -> Path:
-    """The build context: the repository's tracked files as they are now, and the wheels."""
+    """The build context: the repository's files as they were committed last, and the wheels."""
     wheels, context = fetch_wheels(folder), folder / "context"
     shutil.rmtree(context, ignore_errors=True)
     context.mkdir()
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():
-            (context / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, context / name)
+    archive = folder / "context.tar"
+    subprocess.run(["git", "archive", "--output", archive, "HEAD"], cwd=ROOT, check=True, timeout=60)
+    subprocess.run(["tar", "-xf", archive, "-C", context], check=True, timeout=60)
+    archive.unlink()
     for wheel in wheels.glob("*.whl"):
         os.link(wheel, context / "deploy/docker/wheels" / wheel.name)
     return context
