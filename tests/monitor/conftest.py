@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from broker.types import (
 from tests.weight_sync.live import config, redis_server
 
 GROUPS_PER_STEP = 16
+SCORE = {"value": 0.5, "low": 0.4, "high": 0.6}
 
 
 @dataclass
@@ -102,3 +105,28 @@ def run(tmp_path: Path) -> Iterator[Run]:
             yield made
         finally:
             broker.close()
+
+
+def record(version: int, label: str = "aime24", **scores: Any) -> dict[str, Any]:
+    """What the evaluator hands in for one task on one version."""
+    head = {"task": "math-jsonl", "label": label, "version": version, "step": version, "evaluation_lag": 1}
+    return {**head, "time_ms": 5, "prompts": 3, "samples": 8, "missing": 0, **(scores or {"avg@8": SCORE})}
+
+
+def write_samples(folder: Path) -> None:
+    """Three groups for people to read, of versions 0 to 2, as a worker writes them into the run's folder."""
+    (folder / "samples").mkdir(parents=True)
+    lines = [
+        {
+            "group": 2**60 + at,
+            "prompt_index": at,
+            "task": "t",
+            "version": at,
+            "prompt": "<b>1+1</b>",
+            "rewards": [1.0, 0.0],
+            "samples": [{"reward": 1.0, "finish": "stop", "tokens": 2, "pieces": [[at, "2"], [None, "?"]]}],
+        }
+        for at in range(3)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "samples" / "worker-0.jsonl").write_text(text)

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.monitor.conftest import Run
+from tests.monitor.conftest import Run, record, write_samples
 from tests.monitor.live import Service, chromium, monitor_of
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install -r requirements/dev.txt")
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements/dev.txt")
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+SCREENS = (("light", LAPTOP), ("dark", LAPTOP), ("light", PHONE), ("dark", PHONE))
 WAIT_MS = 120_000
 
 
@@ -32,6 +33,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def monitor(run: Run, tmp_path: Path) -> Iterator[Service]:
+    write_samples(tmp_path / "test")
+    run.broker.evaluated(record(1), "aime24", 30.0)
     with monitor_of(run, tmp_path) as made:
         yield made
 
@@ -62,14 +65,21 @@ class Page:
         return str(self.page.text_content(f"#{name}"))
 
 
-@pytest.mark.parametrize(
-    ("scheme", "size"), [("light", LAPTOP), ("dark", LAPTOP), ("dark", PHONE)], ids=["light", "dark", "phone"]
-)
-def test_the_page_renders_without_an_error_or_a_fault_that_axe_finds(browser, monitor, scheme, size):
+def test_the_page_renders_on_every_screen_without_an_error_or_a_fault_that_axe_finds(browser, monitor):
+    for scheme, size in SCREENS:
+        renders(browser, monitor, scheme, size)
+
+
+def renders(browser: Any, monitor: Service, scheme: str, size: dict[str, int]) -> None:
+    """The page is whole and faultless in this scheme at this size."""
     shown = Page(browser, monitor.url, scheme, size)
     shown.wait("document.querySelectorAll('canvas').length === 4")
     assert shown.text("step") == "2 / 100"
     assert "engine-0" in shown.text("engines")
+    assert "avg@8 0.500" in shown.text("evaluations")
+    shown.wait("document.querySelectorAll('#samples details').length === 3")
+    shown.page.evaluate("document.querySelectorAll('#samples details').forEach((box) => { box.open = true; })")
+    assert "<b>1+1</b>" in shown.text("samples")
     assert shown.text("closes") == "closes"
     assert "version 0" in shown.text("events")
     width = shown.page.evaluate("document.documentElement.scrollWidth")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +10,12 @@ from httpx import ASGITransport, AsyncClient
 
 from services.monitor.app import create_app
 from services.monitor.source import Source
-from tests.monitor.conftest import Run
-
-SCORE = {"value": 0.5, "low": 0.4, "high": 0.6}
-
-
-def record(version: int, label: str = "aime24", **scores: Any) -> dict[str, Any]:
-    head = {"task": "math-jsonl", "label": label, "version": version, "step": version, "evaluation_lag": 1}
-    return {**head, "time_ms": 5, "prompts": 3, "samples": 8, "missing": 0, **(scores or {"avg@8": SCORE})}
+from tests.monitor.conftest import SCORE, Run, record, write_samples
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "samples").mkdir()
-    lines = [
-        {
-            "group": 2**60 + at,
-            "prompt_index": at,
-            "task": "t",
-            "version": at,
-            "prompt": "<b>1+1</b>",
-            "rewards": [1.0, 0.0],
-            "samples": [{"reward": 1.0, "finish": "stop", "tokens": 2, "pieces": [[at, "2"], [None, "?"]]}],
-        }
-        for at in range(3)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "samples" / "worker-0.jsonl").write_text(text)
+    write_samples(tmp_path)
     return tmp_path
 
 

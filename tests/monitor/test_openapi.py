@@ -81,14 +81,14 @@ def weight_sync(tmp_path: Path) -> Iterator[Service]:
             yield made
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_the_monitor_answers_as_documented(monitor):
-    assert probe(monitor, examples=4) > 60
+    assert probe(monitor, examples=2) > 40
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_weight_sync_answers_as_documented(weight_sync):
-    assert probe(weight_sync, examples=4) > 10
+    assert probe(weight_sync, examples=2) > 5
 
 
 @pytest.mark.soak
@@ -98,7 +98,7 @@ def test_both_answer_as_documented_for_long(monitor, weight_sync):
     assert probe(weight_sync, examples=1000) > 2000
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_body_above_the_limit_is_refused_before_it_is_read(monitor):
     answer = requests.post(
         f"{monitor.url}/v1/pause",

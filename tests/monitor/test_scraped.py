@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from services.monitor.metrics import METRICS
-from tests.monitor.conftest import Run
+from tests.monitor.conftest import Run, record
 from tests.monitor.live import TOKEN, monitor_of
 from tests.weight_sync.live import free_port, wait_for
 
@@ -24,6 +24,7 @@ def test_a_prometheus_scrapes_the_monitor_and_has_every_metric_that_has_a_value(
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("no Prometheus: apt-get install prometheus")
+    run.broker.evaluated(record(1), "aime24", 30.0)
     with monitor_of(run, tmp_path, LAGRANGE_API_PROTECT_READS="1") as monitor:
         scrape = {
             "job_name": "monitor",
