@@ -1,4 +1,4 @@
-"""Being woken when a version is published or an engine changes its state, instead of asking again and again.
+"""Being woken when there is a version, a change of an engine or a batch, instead of asking again and again.
 
 Invariant: a message is a hint and never the truth. It may be lost (Redis restarts, a slow listener), so whoever is
 woken looks at the registry, and looks from time to time without having been woken. Nothing is delivered after `close`.
@@ -20,8 +20,8 @@ RECONNECT_S = 0.5
 class Changes:
     """A daemon thread that calls `heard` with each message of a channel; `heard` must be quick and thread-safe.
 
-    Messages: "version N", "engine ID STATE VERSION", "staged ID VERSION", and "listening" once it hears (again),
-    because something may have been missed before.
+    Messages of "changes": "version N", "engine ID STATE VERSION", "staged ID VERSION"; of "batches": "ready N"; and
+    "listening" once it hears (again), because something may have been missed before.
     """
 
     def __init__(self, connection: Connection, channel: str, heard: Callable[[str], None]) -> None:

@@ -7,12 +7,13 @@ its commit are two calls; what lies between is made durable, or trained again, b
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from broker import snapshot as view
+from broker.changes import Changes
 from broker.errors import Fenced, NotLeased, VersionMismatch
 from broker.handle import RunHandle
 from broker.types import Delivery, Outcome, PromptCursor, Refused, TrainerState, VersionRecord
@@ -54,6 +55,10 @@ class TrainerCalls(RunHandle):
         if answer[0] == "refused":
             return Refused(answer[1], answer[2])
         return tuple(Delivery(*map(int, item)) for item in answer[1:])
+
+    def listen_for_batches(self, heard: Callable[[str], None]) -> Changes:
+        """Call `heard`, in another thread, when groups arrived and a step's are ready; see broker/changes.py."""
+        return Changes(self._connection, self._keys.named("batches"), heard)
 
     def reject(self, epoch: int, group_id: int, reason: str) -> bool:
         """A leased group cannot be used: it fails for good and becomes a dead letter. False if it was not leased."""

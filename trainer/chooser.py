@@ -6,6 +6,7 @@ dead rank; the wait is measured, with its reason.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from broker.errors import BrokerUnavailable
 from broker.types import Delivery, Refused
 from trainer.ports import Ranks
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.02
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,22 @@ class Message(msgspec.Struct, frozen=True):
     asked: int = -1
 
 
+class Doorbell:
+    """A pause that ends early once the queue has said that a batch may be there."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Event()
+
+    def ring(self, _message: str = "") -> None:
+        """End the pause, or the next one if there is none; from any thread."""
+        self._rung.set()
+
+    def pause(self, seconds: float) -> None:
+        """Return after so many seconds, or as soon as it rings."""
+        self._rung.wait(seconds)
+        self._rung.clear()
+
+
 class Chooser:
     """Polls the queue on the main rank; made anew for each step."""
 
@@ -50,16 +67,16 @@ class Chooser:
         asked: Callable[[], int],
         stop: Callable[[], bool],
         clock: Callable[[], float],
-        sleep: Callable[[float], None],
+        pause: Callable[[float], None],
         patience_s: float,
         give_up_s: float,
     ) -> None:
-        """patience_s: longest time of one round. give_up_s: longest time that the server may be away before its
-        error is raised."""
+        """pause: returns after so many seconds, or earlier. patience_s: longest time of one round. give_up_s: longest
+        time that the server may be away before its error is raised."""
         self._pull, self._now_ms, self._asked, self._stop = pull, now_ms, asked, stop
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._pause = clock, pause
         self._patience_s, self._give_up_s = patience_s, give_up_s
-        self._pause = FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
         self._away_since: float | None = None
         self._waited: dict[str, float] = {}
 
@@ -73,9 +90,10 @@ class Chooser:
             if not isinstance(answer, Refused):
                 reasons: Sequence[str] = sorted(self._waited, key=lambda r: -self._waited[r])
                 return Message("batch", answer, reasons[0] if reasons else "", self._now_ms(), self._asked())
-            self._waited[answer.reason] = self._waited.get(answer.reason, 0.0) + self._pause
-            self._sleep(self._pause)
-            self._pause = min(2 * self._pause, LONGEST_PAUSE_S)
+            began = self._clock()
+            self._pause(self._pause_s)
+            self._waited[answer.reason] = self._waited.get(answer.reason, 0.0) + self._clock() - began
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             if self._clock() >= end:
                 return Message("wait")
 

@@ -65,18 +65,19 @@ class Trainer:
         stop: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        sleep: Callable[[float], None] = time.sleep,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """sink: makes the sink of metrics, given the step that the run resumes from; used on the main rank alone.
         route_shape: given when routing is replayed. background: where weights and checkpoints are
-        written; default: in the step. stop: whether the process was asked to end."""
+        written; default: in the step. stop: whether the process was asked to end. pause: between two looks at the
+        queue, so many seconds or less."""
         self.config = config
         self.settings: LossSettings = loss_settings(config)
         self.broker, self.ranks, self.policy, self.checkpoints = broker, ranks, policy, checkpoints
         self.route_shape = route_shape
         self.progress = Progress()
         self._make_sink, self._sink = sink, cast(MetricsSink | None, None)
-        self._stop, self._clock, self._wall, self._sleep = stop, clock, wall, sleep
+        self._stop, self._clock, self._wall, self._pause = stop, clock, wall, pause
         self._keeper = Keeper(
             config,
             broker=broker,
@@ -213,7 +214,7 @@ class Trainer:
             asked=self.broker.checkpoint_asked,
             stop=self._stop,
             clock=self._clock,
-            sleep=self._sleep,
+            pause=self._pause,
             patience_s=min(self.config.trainer.collective_timeout_s / 3, 5.0),
             give_up_s=self.config.trainer.lease_s,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from broker.errors import CorruptPayload, Fenced, NotInitialised, NotLeased, SchemaMismatch, VersionMismatch
@@ -22,6 +24,16 @@ from tests.conftest import ConfigFactory
 def test_a_pull_waits_until_a_whole_batch_is_ready(run: Run) -> None:
     run.ready(1)
     assert reason(run.broker.pull(run.epoch, run.version, 2)) == "starved"
+
+
+def test_whoever_waits_for_a_batch_is_told_when_it_is_whole_and_not_before(run: Run) -> None:
+    heard: list[str] = []
+    with closing(run.broker.listen_for_batches(heard.append)):
+        wait_for(lambda: heard == ["listening"])
+        run.ready(1)
+        run.ready(1)
+        wait_for(lambda: len(heard) > 1)
+    assert heard == ["listening", "ready 2"]
 
 
 def test_a_pull_takes_the_oldest_groups_first(run: Run) -> None:

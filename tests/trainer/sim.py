@@ -228,7 +228,7 @@ def trainer_of(
         sink=lambda step: JsonLines(config.run.folder / "metrics.jsonl", step),
         route_shape=None,
         stop=stop,
-        sleep=lambda _: world.feed() and None,
+        pause=lambda _: world.feed() and None,
         **options,
     )
 
