@@ -29,16 +29,17 @@ ADDRESSES: Tree = {
     "monitor.port": 8020,
 }
 ASSETS: Tree = {"model.path": "/assets/Qwen3-30B-A3B-Base", "task.parameters.path": "/assets/math.jsonl"}
+SCRAPED: Tree = {"engine.metrics": True}  # there is a Prometheus, unlike on a laptop
 MADE: dict[str, tuple[str, str, Tree]] = {
     "tiny": (
         "local.yaml",
         "The tiny system on a CPU, for compose and for the Kubernetes overlay cpu-small.",
-        {"run.id": "tiny", "run.name": "tiny"},
+        {"run.id": "tiny", "run.name": "tiny", **SCRAPED},
     ),
     "tiny-ray": (
         "local.yaml",
         "The tiny system with the trainer's ranks as Ray actors, for the Kubernetes overlay kuberay.",
-        {"run.id": "tiny-ray", "run.name": "tiny-ray", "trainer.launcher": "ray"},
+        {"run.id": "tiny-ray", "run.name": "tiny-ray", "trainer.launcher": "ray", **SCRAPED},
     ),
     "qwen3-30b-a3b": (
         "qwen3-30b-a3b.yaml",

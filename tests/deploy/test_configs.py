@@ -30,8 +30,8 @@ PLACES = {
     "monitor.port",
 }
 SAME = {
-    "tiny": ("local.yaml", set()),
-    "tiny-ray": ("local.yaml", {"trainer.launcher"}),
+    "tiny": ("local.yaml", {"engine.metrics"}),
+    "tiny-ray": ("local.yaml", {"engine.metrics", "trainer.launcher"}),
     "qwen3-30b-a3b": ("qwen3-30b-a3b.yaml", set()),
     "qwen3-30b-a3b-4-nodes": ("qwen3-30b-a3b-lag8.yaml", {"trainer.layout.data", "engine.replicas"}),
 }

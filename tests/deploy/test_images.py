@@ -61,7 +61,7 @@ def test_everything_that_it_copies_exists(file: Path) -> None:
 @every_file
 def test_the_build_context_leaves_out_environments_runs_and_secrets(file: Path) -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    assert {".venv", ".venv-sglang", "runs", ".git", "deploy/secrets"} <= set(ignored)
+    assert {".venv", ".venv-sglang", "runs", ".git", "deploy/secrets", "deploy/tls"} <= set(ignored)
 
 
 def test_versions_that_an_image_names_are_those_of_the_makefile() -> None:

@@ -138,13 +138,11 @@ def test_with_users_each_signs_in_by_name_and_the_health_check_needs_no_password
 
 
 def certificates(folder: Path) -> Path:
-    """A throw-away authority and a server's certificate for localhost, as a Kubernetes TLS secret holds them."""
+    """What deploy/tls/make.sh makes, with Redis' certificate under the names of a Kubernetes TLS secret."""
     folder.mkdir()
-    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=throw-away"]
-    request += ["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:TRUE"]
-    request += ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
-    subprocess.run(request, check=True, capture_output=True, timeout=60)
-    shutil.copy(folder / "tls.crt", folder / "ca.crt")
+    subprocess.run([DEPLOY / "tls/make.sh", folder], check=True, capture_output=True, timeout=60)
+    for kind in ("crt", "key"):
+        shutil.copy(folder / f"redis.{kind}", folder / f"tls.{kind}")
     return folder
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -308,6 +311,16 @@ def test_a_script_of_ones_own_gives_no_more_rights(
             client.execute_command(*command)
     assert protected(open_client) == before
     broker.close()
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed (Debian: redis-tools)")
+def test_the_operator_can_take_a_backup(guarded: EmbeddedServer, open_client: redis.Redis, tmp_path: Path) -> None:
+    prepared(guarded, tmp_path)
+    command = ["redis-cli", "-u", guarded.url, "--user", "operator", "--rdb", str(tmp_path / "backup.rdb")]
+    environment = {**os.environ, "REDISCLI_AUTH": PASSWORDS["operator"]}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "backup.rdb").read_bytes().startswith(b"REDIS")
 
 
 def test_users_of_one_run_do_not_see_another(guarded: EmbeddedServer, open_client: redis.Redis, tmp_path: Path) -> None:
