@@ -27,6 +27,9 @@ class Registry(Protocol):
     def update_engine(self, record: EngineRecord, expected_state: EngineState | None) -> bool:
         """Replace an engine's record if its state is `expected_state` (None: any); False, and no change, if not."""
 
+    def remove_engine(self, engine_id: str) -> None:
+        """Forget an engine."""
+
     def hold(self, role: str, holder: str, seconds: float) -> str:
         """Have a role of the run for `seconds` (0: give it up); whose it is now."""
 

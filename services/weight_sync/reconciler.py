@@ -34,6 +34,7 @@ log = structlog.get_logger()
 REFERENCES_KEPT = 64
 IDLE_POLL_S = 0.05
 EXPIRED_MS = 10_000  # a supervisor says every second that it lives (rollout/engine.py)
+FORGOTTEN_MS = 3_600_000  # then the record of a host that died goes: one that comes back registers afresh
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +194,11 @@ class Reconciler:
         if published is not None:
             bind_version(published.version)
             self._stage(published)
+        for record in records:
+            if is_past(record, now_ms):
+                await asyncio.to_thread(read.remove_engine, record.engine_id)
+                log.info("engine forgotten", engine=record.engine_id, silent_s=(now_ms - record.heartbeat_ms) // 1000)
+        records = tuple(record for record in records if not is_past(record, now_ms))
         self._forget(records)
         for record in records:
             if record.engine_id not in driven and not has_left(record):
@@ -309,6 +315,15 @@ class Reconciler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def is_past(record: EngineRecord, now_ms: int) -> bool:
+    """Whether an engine is gone and its supervisor silent for so long that nothing will come of the record.
+
+    What joined over HTTP has no supervisor (pid 0) and is never past: it may answer again.
+    """
+    silent_ms = now_ms - record.heartbeat_ms
+    return record.state is EngineState.GONE and record.pid > 0 and silent_ms > FORGOTTEN_MS
 
 
 def has_left(record: EngineRecord) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from broker.snapshot import engine_json
 from broker.types import EngineRecord, EngineState
+from services.weight_sync.reconciler import FORGOTTEN_MS
 from tests.weight_sync.live import FAST, World, config, syncing, until, write_version
 
 CONTROL = [
@@ -174,6 +177,20 @@ async def test_an_engine_that_was_killed_is_not_routable_and_is_loaded_before_it
         engine = w.add_engine("e0", port=port)
         await until(lambda: w.serves("e0", record.version))
     assert len(engine.calls("/update_weights_from_disk")) == 1
+
+
+async def test_the_record_of_a_host_that_died_an_hour_ago_is_forgotten_and_no_other(w: World):
+    gone = EngineRecord("e1", "http://nowhere:1", EngineState.GONE, pid=7)
+    at = w.broker.server_time_ms()
+    ages = {"dead": FORGOTTEN_MS + 60_000, "lately": FORGOTTEN_MS - 600_000}
+    records = [replace(gone, engine_id=name, heartbeat_ms=at - age) for name, age in ages.items()]
+    records += [replace(records[0], engine_id="by-hand", pid=0)]
+    records += [replace(records[0], engine_id="alive", state=EngineState.QUARANTINED)]
+    for record in records:
+        w.broker._connection.client.hset(w.broker._keys.named("engines"), record.engine_id, engine_json(record))
+    async with syncing(w):
+        await until(lambda: "dead" not in {r.engine_id for r in w.broker.engines()})
+    assert {r.engine_id for r in w.broker.engines()} == {"lately", "by-hand", "alive"}
 
 
 async def test_an_engine_that_restarted_behind_our_back_is_found_by_the_name_of_its_weights(w: World):
