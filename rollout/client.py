@@ -188,6 +188,10 @@ class EngineClient:
         """Raises EngineError unless the engine has started and answers its own health check."""
         await self._call("GET", "/health", empty=True)
 
+    async def freeze_garbage_collector(self) -> None:
+        """Let the engine's garbage collectors pass over what is there since its start: a tenth less CPU time."""
+        await self._call("POST", "/freeze_gc", empty=True)
+
     async def running(self) -> int:
         """Requests that the engine computes or has waiting."""
         answer = await self._call("GET", "/v1/loads")

@@ -203,6 +203,8 @@ class Supervisor:
             try:
                 await client.healthy()
                 await probe(client)
+                with contextlib.suppress(EngineError):  # it serves without, too
+                    await client.freeze_garbage_collector()
                 return ""
             except (EngineUnreachable, EngineBusy, EngineDropped, EngineTimeout):
                 await asyncio.sleep(0.25)

@@ -8,6 +8,7 @@ or stopped on request; 1 try again (the run resumes from its checkpoint); 2 conf
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import os
 import signal
@@ -115,6 +116,7 @@ def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
         replay = config.trainer.routing_replay != "off" and shape.experts > 0
         if not replay and config.trainer.routing_replay != "off" and ranks.is_main:
             log.warning("no routing replay", problem="the model has no experts; the run goes on without it")
+        gc.freeze()  # imports and model stay: to look at them again and again takes time
         doorbell = Doorbell()
         trainer = Trainer(
             config,
