@@ -248,13 +248,13 @@ async def test_leases_are_renewed_while_a_generation_lasts_and_a_lost_one_is_aba
     run: Run, engine: FakeEngine, folder: Path, make_config: ConfigFactory
 ) -> None:
     engine.paused = "abort"
-    config = make_config(**{"rollout.lease_s": 0.8, "rollout.concurrent_groups": 1})
+    config = make_config(**{"rollout.lease_s": 2.0, "rollout.concurrent_groups": 1})
     run.broker.initialise(config)
     worker = make_worker(config, run.broker, folder)
     async with working(worker):
         await until(lambda: run.broker.snapshot().groups.generating == 1)
         held = next(iter(worker._held))
-        end = time.monotonic() + 1.6  # twice the lease
+        end = time.monotonic() + 2.6  # longer than the lease
         await until(lambda: time.monotonic() > end)
         assert run.broker.renew("w0", [held]) == (held,)
         assert run.broker.fail(held, "w0", "taken away by the test")
