@@ -37,6 +37,7 @@ class Run:
     url: str
     epoch: int
     version: int
+    name: str = "test"
 
     def sample(self, tokens: int = 3) -> Ticket:
         """Admit and submit one group, all of whose tokens are of the engine's version."""
@@ -51,7 +52,7 @@ class Run:
             1.0,
             "stop",
         )
-        names = {"run": "test", "task": "max-digit", "worker": "worker-0", "engine": "engine-0"}
+        names = {"run": self.name, "task": "max-digit", "worker": "worker-0", "engine": "engine-0"}
         group = Group(
             group_id=ticket.group_id,
             prompt_index=ticket.prompt_index,

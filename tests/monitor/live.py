@@ -24,12 +24,12 @@ TOKEN = "s3cret"
 class Service:
     """`lagrange monitor` or `lagrange weight-sync`, on a port that stays the same over restarts."""
 
-    def __init__(self, name: str, url: str, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, url: str, folder: Path, environment: dict[str, str], run: str = "test") -> None:
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         tree = config(url, folder).model_dump(mode="json")
-        tree["run"]["id"] = "test"
+        tree["run"]["id"] = run
         tree[name.replace("-", "_")] = {"host": "127.0.0.1", "port": self.port}
         self._file = folder / f"{name}.yaml"
         self._file.write_text(yaml.safe_dump(tree))
@@ -58,9 +58,9 @@ class Service:
 
 
 @contextlib.contextmanager
-def service(name: str, url: str, folder: Path, **environment: str) -> Iterator[Service]:
-    """A running service of the run in the Redis at `url`."""
-    made = Service(name, url, folder, environment)
+def service(name: str, url: str, folder: Path, run: str = "test", **environment: str) -> Iterator[Service]:
+    """A running service of a run in the Redis at `url`."""
+    made = Service(name, url, folder, environment, run)
     try:
         made.start()
         yield made
@@ -72,7 +72,7 @@ def service(name: str, url: str, folder: Path, **environment: str) -> Iterator[S
 
 def monitor_of(run: Run, folder: Path, **environment: str) -> contextlib.AbstractContextManager[Service]:
     """A running monitor."""
-    return service("monitor", run.url, folder, **environment)
+    return service("monitor", run.url, folder, run.name, **environment)
 
 
 def chromium() -> str:

@@ -17,7 +17,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="pip install -r r
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LAPTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
-SCREENS = (("light", LAPTOP), ("dark", LAPTOP), ("light", PHONE), ("dark", PHONE))
+SCREENS = (("light", LAPTOP), ("dark", PHONE))
 WAIT_MS = 120_000
 
 
@@ -65,7 +65,7 @@ class Page:
         return str(self.page.text_content(f"#{name}"))
 
 
-def test_the_page_renders_on_every_screen_without_an_error_or_a_fault_that_axe_finds(browser, monitor):
+def test_the_page_renders_on_a_laptop_and_a_phone_without_an_error_or_a_fault_that_axe_finds(browser, monitor):
     for scheme, size in SCREENS:
         renders(browser, monitor, scheme, size)
 
@@ -95,7 +95,9 @@ def renders(browser: Any, monitor: Service, scheme: str, size: dict[str, int]) -
 
 def test_the_page_follows_the_run_and_survives_a_restart_of_the_monitor(browser, monitor: Service, run: Run):
     shown = Page(browser, monitor.url, "light", LAPTOP)
+    shown.wait("document.getElementById('samples').textContent.includes('version 2, lag now 0')")
     run.step(0.75)
+    shown.wait("document.getElementById('samples').textContent.includes('version 2, lag now 1')")
     shown.wait("document.getElementById('step').textContent === '3 / 100'")
     assert shown.text("reward") == "0.750"
     run.broker.steer("pause", why="by test")

@@ -10,6 +10,7 @@
   const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
   const percent = (share) => (share === null ? "–" : Math.round(share * 100) + " %");
   const fixed = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+  const node = (name, content, style) => { const made = document.createElement(name); made.textContent = content; if (style) made.className = style; return made; };
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function cells(row, values) {
@@ -28,15 +29,30 @@
     return fresh;
   }
 
-  function plot(id, names, data, range) {
+  // lines: [label, colour, options], the last one on top.
+  function plot(id, lines, data, range) {
     const box = $(id), width = Math.max(200, box.clientWidth);
     if (plots[id]) { plots[id].setData(data); return; }
     const axis = () => ({ stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } });
-    const strokes = ["--accent", "--warn"];
-    const series = names.map((label, i) => ({ label, stroke: colour(strokes[i]), width: 2, spanGaps: true }));
-    plots[id] = new uPlot({ width, height: 170, legend: { live: false }, cursor: { show: false },
+    const series = lines.map(([label, name, options]) => ({ label, stroke: colour(name), width: 2, spanGaps: true, ...options }));
+    plots[id] = new uPlot({ width, height: 170, cursor: { show: false },
+      legend: { live: false, markers: { width: 0, fill: (u, i) => colour(lines[i - 1][1]) } },
       scales: { x: { time: false }, y: range ? { range } : {} }, axes: [axis(), { ...axis(), size: 56 }],
       series: [{}, ...series] }, data, box);
+  }
+
+  // The first step waits for the engines to start: what nearly all steps took fills the picture.
+  function usual(values) {
+    const known = values.filter((v) => v !== null).sort((a, b) => a - b);
+    return 1.2 * (known[Math.floor(0.98 * (known.length - 1))] || 1);
+  }
+
+  const seconds = (value) => (value < 10 ? value.toFixed(1) : Math.round(value)) + " s";
+  function spread(s) {
+    const t = s.trained.tokens, w = s.time_in_queue.waiting, words = [];
+    if (t) words.push("Trained tokens: mean lag " + t.mean.toFixed(2) + ", p50 " + t.p50 + ", p95 " + t.p95 + ", largest " + t.max + ".");
+    if (w) words.push("Waiting: p50 " + seconds(w.p50) + ", p95 " + seconds(w.p95) + ", oldest " + seconds(w.max) + ".");
+    return words.join(" ");
   }
 
   function redraw() { for (const id of Object.keys(plots)) { plots[id].destroy(); delete plots[id]; } }
@@ -54,6 +70,7 @@
     document.title = o.diagnosis.verdict + " · Lagrange · " + o.run;
     text("run", o.run);
     text("headline", o.diagnosis.headline);
+    $("also").replaceChildren(...o.diagnosis.findings.slice(1).map((f) => node("li", f.verdict + ": " + f.because + "; " + f.change)));
     $("verdict").className = "verdict " + o.diagnosis.verdict;
     text("mode", o.progress.admission_paused ? "admission is paused" : o.progress.status === "draining" ? (o.progress.drained ? "drained" : "draining") : "");
     text("step", o.progress.step + " / " + o.progress.steps_total);
@@ -72,6 +89,7 @@
       const w = waiting.get(lag), t = trained.get(lag);
       return [lag, w ? w.groups : 0, t ? t.groups : 0, t ? t.tokens : 0, meter(t ? t.tokens : 0, most)];
     }));
+    text("spread", spread(s));
     const body = table("engines", o.fleet.engines.map((e) =>
       [e.engine_id, e.state, e.version < 0 ? "none" : e.version, e.publish_lag === null ? "" : e.publish_lag, e.detail]));
     o.fleet.engines.forEach((e, i) => { body.rows[i].cells[1].className = "state " + e.state; });
@@ -84,17 +102,18 @@
     $("closes").className = s.closes ? "" : "open";
 
     queue[0].push(o.time_ms / 1000);
-    queue[1].push(s.ready_groups);
-    queue[2].push(s.in_flight_groups);
+    queue[1].push(s.in_flight_groups);
+    queue[2].push(s.ready_groups);
     if (queue[0].length > QUEUE_POINTS) for (const column of queue) column.shift();
     const h = o.history;
     if (h.step.length) {
-      plot("plot-reward", ["reward"], [h.step, h.reward_mean]);
-      plot("plot-lag", ["mean", "largest"], [h.step, h.lag_mean, h.lag_max], (u, low, high) => [0, Math.max(1, s.max_lag, high)]);
-      plot("plot-time", ["step", "waiting"], [h.step, h.step_s, h.wait_s], (u, low, high) => [0, high || 1]);
+      plot("plot-reward", [["reward", "--accent"]], [h.step, h.reward_mean]);
+      plot("plot-lag", [["largest", "--warn", { width: 4 }], ["mean", "--accent"], ["bound now", "--bad", { dash: [4, 4] }]],
+        [h.step, h.lag_max, h.lag_mean, h.step.map(() => s.max_lag)], (u, low, high) => [0, Math.max(1, s.max_lag, high)]);
+      plot("plot-time", [["step", "--accent"], ["waiting", "--warn"]], [h.step, h.step_s, h.wait_s], (u) => [0, usual(u.data[1])]);
     }
     const first = queue[0][0];
-    plot("plot-queue", ["ready", "in flight"], [queue[0].map((t) => t - first), queue[1], queue[2]], (u, low, high) => [0, Math.max(1, high)]);
+    plot("plot-queue", [["in flight", "--warn", { width: 4 }], ["ready", "--accent"]], [queue[0].map((t) => t - first), queue[1], queue[2]], (u, low, high) => [0, Math.max(1, high)]);
   }
 
   function age() {
@@ -112,8 +131,6 @@
     stream.addEventListener("error", () => { if (stream.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS); });
   }
 
-  const node = (name, content, style) => { const made = document.createElement(name); made.textContent = content; if (style) made.className = style; return made; };
-
   function spoken(sample) {
     const line = node("p", sample.reward.toFixed(2) + "  ");
     for (const piece of sample.pieces) {
@@ -125,16 +142,24 @@
     return line;
   }
 
+  function summary(g) {
+    const mean = g.rewards.reduce((a, b) => a + b, 0) / Math.max(1, g.rewards.length);
+    return "Prompt " + g.prompt_index + ", version " + g.version + ", lag now " + g.lag + ", mean reward " + mean.toFixed(3);
+  }
+
   let shownGroups = "";
   async function read() {
     const answer = await fetch("v1/samples").catch(() => null);
     if (!answer || !answer.ok) return;
     const groups = (await answer.json()).groups, now = groups.map((g) => g.group_id).join();
-    if (now === shownGroups) return;  // a group that someone has opened stays open while nothing is new
+    if (now === shownGroups) {  // a group that someone has opened stays open while nothing is new
+      groups.forEach((g, i) => { $("samples").children[i].firstChild.textContent = summary(g); });
+      return;
+    }
     shownGroups = now;
     $("samples").replaceChildren(...groups.map((g) => {
-      const box = document.createElement("details"), mean = g.rewards.reduce((a, b) => a + b, 0) / Math.max(1, g.rewards.length);
-      box.append(node("summary", "Prompt " + g.prompt_index + ", version " + g.version + ", lag now " + g.lag + ", mean reward " + mean.toFixed(3)));
+      const box = document.createElement("details");
+      box.append(node("summary", summary(g)));
       box.append(node("p", g.prompt, "heard"), ...g.samples.map(spoken));
       return box;
     }));
