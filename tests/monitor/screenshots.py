@@ -20,7 +20,7 @@ from tests.monitor.conftest import GROUPS_PER_STEP, Run
 from tests.monitor.live import chromium, monitor_of
 from tests.weight_sync.live import config, redis_server
 
-SHOTS = (("light", 1280, 800), ("dark", 1280, 800), ("phone-light", 390, 844), ("phone-dark", 390, 844))
+SHOTS = (("light", 1280, 760), ("dark", 1280, 760), ("phone-light", 390, 844), ("phone-dark", 390, 844))
 WATCHED = 20
 """Steps that are replayed while the pages look on, one a second."""
 
@@ -74,7 +74,7 @@ def main(metrics: Path, folder: Path) -> None:
             for (name, *_), page in zip(SHOTS, pages, strict=True):
                 page.wait_for_timeout(1500)
                 page.evaluate("document.querySelector('#samples details').open = true")
-                page.screenshot(path=folder / f"monitor-{name}.png", full_page="phone" not in name)
+                page.screenshot(path=folder / f"monitor-{name}.png", full_page=name == "dark")
             browser.close()
         broker.close()
 
