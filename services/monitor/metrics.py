@@ -66,6 +66,12 @@ METRICS = (
     Name("engine_routable", "gauge", ("engine",), "1 if new groups may be sent to it."),
     Name("engines", "gauge", ("state",), "Engines by state."),
     Name("workers", "gauge", (), "Rollout workers with a heartbeat in the last 30 seconds."),
+    Name(
+        "worker_metric",
+        "gauge",
+        ("worker", "name"),
+        "Each number of a living worker's last heartbeat: its own counters.",
+    ),
     Name("trainer_lease_left_seconds", "gauge", (), "Time until the trainer counts as gone."),
     Name("trainer_metric", "gauge", ("name",), "Each finite number of the trainer's last step record (of SAT: sat_*)."),
     Name("trainer_wait_share", "gauge", (), "Share of the trainer's time that it waited for groups, last steps."),
@@ -156,6 +162,7 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
         "engine_routable": [((e.engine_id,), float(e.routable)) for e in s.engines],
         "engines": [((one.value,), float(sum(e.state is one for e in s.engines))) for one in EngineState],
         "workers": _one(living_workers(s)),
+        "worker_metric": _workers(s),
         "trainer_lease_left_seconds": [] if left is None else _one(left / 1000),
         "trainer_metric": [((name,), value) for name, value in sorted(record.items())],
         "trainer_wait_share": _maybe(figures["trainer_wait_share"]),
@@ -189,6 +196,16 @@ def _evaluations(s: Snapshot) -> dict[str, list[tuple[tuple[str, ...], float]]]:
         "evaluation_step": [((e.task,), float(e.step)) for e in newest],
         "evaluation_lag_versions": [((e.task,), float(e.evaluation_lag)) for e in newest],
     }
+
+
+def _workers(s: Snapshot) -> list[tuple[tuple[str, ...], float]]:
+    return [
+        ((one.worker, name), value)
+        for one in detail.workers(s).workers
+        if one.alive
+        for name in sorted(one.stats)
+        if name != "heartbeat_ms" and (value := number(one.stats, name)) is not None
+    ]
 
 
 def _tally(t: Tally) -> list[tuple[tuple[str, ...], float]]:
