@@ -1,0 +1,65 @@
+"""How weights reach the engines, and where the services listen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.sections.section import Port, Positive, Seconds, Section
+
+
+class WeightsSection(Section):
+    """How new versions reach the engines."""
+
+    publish_interval: Positive = Field(1, description="Every how many optimizer steps the weights go to the engines.")
+    keep: Positive = Field(3, description="Published versions kept on disk besides those in use.")
+    transport: Literal["disk", "delta", "distributed"] = Field(
+        "disk",
+        description="How weights travel: engines read the published files; or a copy on their own host, made from what "
+        "changed; or receive them in a broadcast (docs/weight-sync.md).",
+    )
+    local_folder: Path = Field(
+        Path("/dev/shm/lagrange"),
+        description="delta: folder on each engine's host for two versions of the weights, best in memory.",
+    )
+    local_wait_s: Seconds = Field(
+        60.0,
+        description="delta: longest wait for a host's copy, in seconds; then its engine reads the published files.",
+    )
+    bucket_mb: Positive = Field(512, description="distributed: weights in one broadcast, in MiB.")
+    pause: Literal["drain", "abort"] = Field(
+        "drain",
+        description="Before an update, let running requests end, or abort them and let the workers continue them.",
+    )
+    strategy: Literal["all-at-once", "rolling", "on-idle"] = Field(
+        "all-at-once",
+        description="Engines are updated as soon as a version is there, a few at a time, or when nothing runs there.",
+    )
+    rolling_engines: Positive = Field(1, description="Most engines that `rolling` updates at the same time.")
+    update_timeout_s: Seconds = Field(120.0, description="Longest time for one engine's update, in seconds.")
+    update_tries: Positive = Field(3, description="Tries for one engine and version before it is quarantined.")
+    probe_interval_s: Seconds = Field(0.5, description="Time between two looks at an engine, in seconds.")
+
+
+class ServiceSection(Section):
+    """Where an HTTP service listens."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: Port = Field(0, description="Port to listen on; 0: a free one, written to the run's folder by `lagrange up`.")
+    cert_file: Path | None = Field(
+        None, description="Certificate chain (PEM): the service then speaks HTTPS alone; null: HTTP."
+    )
+    key_file: Path | None = Field(None, description="Private key (PEM) of cert_file.")
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> ServiceSection:
+        if (self.cert_file is None) is not (self.key_file is None):
+            raise ValueError("cert_file and key_file belong together: set both for HTTPS, or none for HTTP.")
+        return self
+
+    @property
+    def scheme(self) -> Literal["http", "https"]:
+        """Of the service's address."""
+        return "http" if self.cert_file is None else "https"
