@@ -222,7 +222,7 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
     bound = (
         "0: synchronous. Every token is trained by the version that sampled it."
         if lag == 0
-        else f"{lag}: no token is trained more than {_plural(lag, 'optimizer step')} after the version that sampled it."
+        else f"{lag}: no token is trained more than {_plural(lag, 'version')} after the one that sampled it."
     )
     interval = config.weights.publish_interval
     lines = [

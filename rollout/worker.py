@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import os
 import random
-import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,18 +19,14 @@ from typing import TypeVar
 import structlog
 
 from broker.errors import BrokerError
-from broker.logs import configure_logs
 from broker.types import EngineRecord, Group, InvalidTrajectory, Refused, Ticket, Trajectory, check_group
-from configs.load import ConfigError
 from configs.schema import RunConfig
-from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
 from rollout.agents.endpoint import Endpoint
 from rollout.agents.play import play_agents
 from rollout.agents.types import AgentTask
-from rollout.checkpoint import Checkpoint, read_checkpoint
+from rollout.checkpoint import Checkpoint
 from rollout.client import EngineClient, Sampling
-from rollout.codec import Codec, FileCodec
-from rollout.connect import connect_broker
+from rollout.codec import Codec
 from rollout.counters import Counters
 from rollout.curriculum import Curriculum
 from rollout.engines import EnginePool
@@ -42,13 +34,12 @@ from rollout.environments.play import play_group
 from rollout.environments.turns import Turns
 from rollout.environments.types import EnvironmentTask
 from rollout.ports import RolloutBroker
-from rollout.rewards import Judge, ThreadJudge, make_judge, rewarded
-from rollout.rewards.pool import PoolLimits, child_environment
+from rollout.rewards import Judge, ThreadJudge, rewarded
 from rollout.rewards.shaping import Shaping, all_equal
 from rollout.samples import SampleLog
 from rollout.sampling import Draw, NoEngine, Unanswerable, draw_group
-from rollout.tasks import Prompt, Task, make_task
-from rollout.tasks.prepare import encode_prompt, try_prompt
+from rollout.tasks import Prompt, Task
+from rollout.tasks.prepare import encode_prompt
 from rollout.threads import in_thread
 
 LOG = structlog.get_logger()
@@ -354,91 +345,3 @@ class Worker:
 
     async def _ask(self, call: Callable[[], T]) -> T:
         return await in_thread(call, self._broker_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a worker is made of, from its configuration and the environment. password: Redis'; key: the engines'."""
-
-    task: Task
-    codec: Codec
-    checkpoint: Checkpoint
-    password: str | None
-    key: str | None
-
-
-def main(config: RunConfig, index: int) -> int:
-    """Entry point of `lagrange rollout`; index: number of this worker, 0, 1, ...
-
-    Returns the exit code: 0 when the run is finished or after SIGTERM or SIGINT, 2 for a configuration that cannot be
-    used. Waits for Redis, for the trainer and for engines as long as it takes.
-    """
-    configure_logs(config.run.id, f"worker-{index}")
-    try:
-        parts = worker_parts(config)
-    except ConfigError as error:
-        LOG.error("cannot start", problem=str(error))
-        return 2
-    return asyncio.run(_serve(config, index, parts))
-
-
-def worker_parts(config: RunConfig) -> Parts:
-    """Read what a worker needs. Raises ConfigError."""
-    if config.redis.url is None:
-        raise ConfigError("redis.url is not set. Set it, or start the run with `lagrange up`.")
-    if config.model.path is None:
-        raise ConfigError("model.path is not set. Set it, or start the run with `lagrange up`, which makes model.tiny.")
-    checkpoint = read_checkpoint(config.model.path)
-    if config.rollout.max_new_tokens >= checkpoint.context:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the model's "
-            f"context of {checkpoint.context}. Lower it."
-        )
-    task, codec = make_task(config.task.name, config.run.seed, config.task.parameters), FileCodec(config.model.path)
-    try_prompt(task, codec)
-    Shaping.of(config.task.shaping, config.rollout.max_new_tokens)  # says what is wrong with it
-    return Parts(
-        task=task,
-        codec=codec,
-        checkpoint=checkpoint,
-        password=read_secret(REDIS_PASSWORD),
-        key=read_secret(ENGINE_API_KEY),
-    )
-
-
-async def _serve(config: RunConfig, index: int, parts: Parts) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    broker = await connect_broker(config, parts.password, stop)
-    if broker is None:
-        return 0
-
-    def connect(url: str) -> EngineClient:
-        return EngineClient(url, parts.checkpoint, api_key=parts.key, timeout_s=config.rollout.generation_timeout_s)
-
-    # Unique: a worker that starts again must not pass for the one that died, nor for one on another machine.
-    worker = Worker(
-        f"worker-{index}@{socket.gethostname()}-{os.getpid()}",
-        config,
-        broker=broker,
-        task=parts.task,
-        codec=parts.codec,
-        checkpoint=parts.checkpoint,
-        connect=connect,
-        samples=SampleLog(config.run.folder / "samples" / f"worker-{index}.jsonl", parts.codec),
-        judge=make_judge(
-            parts.task,
-            seed=config.run.seed,
-            parameters=config.task.parameters,
-            limits=PoolLimits(
-                config.rollout.reward_processes, config.rollout.reward_timeout_s, config.rollout.reward_memory_mb
-            ),
-            environment=child_environment(os.environ),
-        ),
-    )
-    gc.freeze()  # what was imported stays: to look at it again and again takes a tenth of the time
-    await worker.run(stop)
-    LOG.info("worker ends", **worker.counters.totals())
-    return 0

@@ -125,7 +125,7 @@ def engine(config: ConfigOption, index: IndexOption = 0) -> None:
 @app.command()
 def rollout(config: ConfigOption, index: IndexOption = 0) -> None:
     """Start one rollout worker."""
-    from rollout import worker as process  # noqa: PLC0415
+    from rollout import main as process  # noqa: PLC0415
 
     raise typer.Exit(process.main(process_config(config), index))
 

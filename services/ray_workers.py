@@ -165,7 +165,7 @@ def run(file: Path, *, module: str = MODULE, read: Callable[[Path], RunConfig] =
 
 def main(arguments: Sequence[str]) -> int:
     """One worker, as an actor starts it: --worker FILE INDEX."""
-    from rollout import worker  # noqa: PLC0415 - the pool itself needs none of it
+    from rollout import main as worker  # noqa: PLC0415 - the pool itself needs none of it
 
     _, file, index = arguments
     return int(worker.main(process_config(Path(file)), int(index)) or 0)

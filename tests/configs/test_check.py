@@ -106,6 +106,6 @@ def test_a_layout_that_does_not_divide_a_checkpoint_is_an_error(tmp_path: Path) 
 
 def test_the_bound_is_said_in_plain_words() -> None:
     said = dict(meaning(local(**{"lag.max": 4})))
-    assert said["lag bound"].startswith("4: no token is trained more than 4 optimizer steps after")
+    assert said["lag bound"].startswith("4: no token is trained more than 4 versions after")
     assert said["in flight"].startswith("at most 80 groups")
     assert "synchronous" in dict(meaning(local(**{"lag.max": 0})))["lag bound"]

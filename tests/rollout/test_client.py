@@ -53,7 +53,7 @@ async def test_samples_come_back_complete(client: EngineClient) -> None:
     assert len(answers) == 3
     for sample in answers:
         assert isinstance(sample, Sample)
-        assert (sample.token_ids.dtype, sample.log_probs.dtype) == (np.int32, np.float32)
+        assert (sample.token_ids.dtype, sample.log_probs.dtype) == (np.dtype(np.int32), np.dtype(np.float32))
         assert sample.versions == (VersionRun(0, 4, 7),)
         assert sample.routes is not None
         assert sample.routes.dtype == np.uint8
@@ -239,6 +239,7 @@ async def test_the_probe_passes_before_any_version_is_confirmed_and_fails_withou
 
 
 def test_an_answer_of_another_kind_is_invalid() -> None:
-    for answer in (None, [], "text", {"output_ids": [1]}):
+    answers: list[object] = [None, [], "text", {"output_ids": [1]}]
+    for answer in answers:
         with pytest.raises(InvalidAnswer):
             parse_sample(answer, CHECKPOINT, 1, 0)

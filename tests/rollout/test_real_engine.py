@@ -164,6 +164,6 @@ def test_a_supervisor_killed_while_the_engine_starts_leaves_no_orphan(tmp_path: 
 
 def alive(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

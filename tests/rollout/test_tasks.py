@@ -100,5 +100,5 @@ def test_a_prompt_has_exactly_one_of_text_and_ids(text: str, ids: tuple[int, ...
 
 
 def test_rollouts_and_tasks_do_not_import_torch() -> None:
-    code = "import sys, rollout.worker, rollout.engine; sys.exit('torch' in sys.modules)"
+    code = "import sys, rollout.main, rollout.engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -15,14 +15,14 @@ from broker.queue import Broker
 from broker.server import free_port
 from configs.load import save_config
 from configs.schema import RunConfig
-from rollout.worker import main
+from rollout.main import main
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
 from tests.rollout.helpers import serving, tiny_folder
 
 RUN_WORKER = (
-    "import sys; from pathlib import Path; from configs.load import load_config; from rollout.worker import main; "
+    "import sys; from pathlib import Path; from configs.load import load_config; from rollout.main import main; "
     "sys.exit(main(load_config(Path(sys.argv[1])), 0))"
 )
 

@@ -54,7 +54,7 @@ class _CpuFinder(importlib.abc.MetaPathFinder):
     def _declare(self) -> None:
         import torch  # noqa: PLC0415 (only the engine's environment has to pay for it)
 
-        self._library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        self._library = torch.library.Library("torchvision", "FRAGMENT")
         for schema in SCHEMAS:
             self._library.define(schema)
 
