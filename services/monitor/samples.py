@@ -1,6 +1,7 @@
 """Trajectories for people to read, as the workers wrote them down in the run's folder (rollout/samples.py).
 
-Invariant: bounded: at most SHOWN groups; a folder that this host does not see gives none, which is no error.
+Invariant: bounded: at most SHOWN groups, none of a version that the snapshot does not know yet; a folder that this host
+does not see gives none, which is no error.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ class SamplesAnswer(Answer):
 
 def samples(s: Snapshot, folder: Path | None, limit: int) -> SamplesAnswer:
     """GET /v1/samples. folder: of the run; None: there is none."""
-    records = read_samples(folder, limit) if folder is not None else ()
-    return SamplesAnswer(**base(s), groups=[_group(s, record) for record in reversed(records)])
+    newest = read_samples(folder, 4 * SHOWN) if folder is not None else ()
+    known = [group for record in reversed(newest) if (group := _group(s, record)).lag >= 0]
+    return SamplesAnswer(**base(s), groups=known[:limit])
 
 
 def _group(s: Snapshot, record: Mapping[str, Any]) -> GroupAnswer:

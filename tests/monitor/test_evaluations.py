@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from httpx import ASGITransport, AsyncClient
 
 from services.monitor.app import create_app
+from services.monitor.samples import samples
 from services.monitor.source import Source
 from tests.monitor.conftest import SCORE, Run, record, write_samples
 
@@ -52,3 +54,8 @@ async def test_samples_are_the_newest_groups_with_their_lag_and_whose_text_it_is
     assert [(g["version"], g["lag"], g["group_id"]) for g in found] == [(2, 0, str(2**60 + 2)), (1, 1, str(2**60 + 1))]
     assert found[0]["samples"][0]["pieces"] == [{"version": 2, "text": "2"}, {"version": None, "text": "?"}]
     assert (await get(run, "/v1/samples"))["groups"] == []
+
+
+async def test_a_sample_that_is_newer_than_the_snapshot_is_not_shown_yet(run: Run, folder: Path) -> None:
+    seen = replace(run.broker.snapshot(), version=1)
+    assert [group.version for group in samples(seen, folder, 2).groups] == [1, 0]

@@ -17,7 +17,7 @@ from services.monitor.source import Source
 from tests.monitor.conftest import Run
 
 ENDPOINTS = ["run", "queue", "staleness", "engines", "trainer", "ledger", "diagnosis", "overview"]
-ENDPOINTS += ["events", "dead-letters", "workers", "versions"]
+ENDPOINTS += ["events", "evaluations", "samples", "dead-letters", "workers", "versions"]
 
 
 def client_of(source: Source, **options: str) -> httpx.AsyncClient:
@@ -47,6 +47,10 @@ async def test_staleness_shows_what_waits_and_what_was_trained_with_their_lag_an
 
 
 async def test_every_answer_carries_the_time_and_the_version_of_its_snapshot(http):
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    assert {path for path, methods in paths.items() if path.startswith("/v1/") and "get" in methods} == {
+        f"/v1/{name}" for name in [*ENDPOINTS, "stream"]
+    }
     for name in ENDPOINTS:
         answer = await http.get(f"/v1/{name}")
         assert answer.status_code == 200, name
