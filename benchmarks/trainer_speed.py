@@ -96,9 +96,12 @@ def bare_step(policy: PolicyModel, batches: Sequence[MicroBatch]) -> None:
     parts, total = policy.parts, sum(int(b.loss_mask.sum()) for b in batches)
     items = [schedule.prepare(b, parts, "off", policy.parallel.device) for b in batches]
 
+    rotary = parts.rotary
+    assert rotary is not None
+
     def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         item = next(iterator)
-        parts.rotary.positions = item.position_ids[0]
+        rotary.positions = item.position_ids[0]
         losses = model(
             item.token_ids, item.position_ids, None, labels=item.labels[None], packed_seq_params=item.packing
         )

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class RealEngine:
         """A client; close it."""
         return EngineClient(self.url, self.checkpoint, api_key=self.key, timeout_s=timeout_s)
 
-    def post(self, path: str, body: dict[str, object]) -> httpx.Response:
+    def post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
         """Send a request, for control endpoints."""
         return httpx.post(self.url + path, json=body, headers=self.headers, timeout=60, trust_env=False)
 

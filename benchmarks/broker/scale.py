@@ -58,7 +58,7 @@ def fill(broker: Broker, run: Run, groups: int) -> None:
     ready = broker.snapshot().groups.ready
     (source,) = run.ready(1)
     while (missing := groups - ready - 1) > 0:
-        copies = [broker._keys.prefix, source.group_id, 10**9 + ready, min(10_000, missing)]
+        copies: list[str | int] = [broker._keys.prefix, source.group_id, 10**9 + ready, min(10_000, missing)]
         ready = int(broker._connection.client.eval(COPY, 0, *copies)) - 1
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from rollout.tasks import Prompt
 
@@ -15,7 +17,7 @@ async def conversation(base_url: str, api_key: str, prompt: Prompt) -> float:
     """Says three things one after the other; the reward is the number of answers that had text."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=60) as client:
         assert [model.id async for model in client.models.list()] == ["policy"]
-        messages = [dict(message) for message in prompt.messages]
+        messages = cast("list[ChatCompletionMessageParam]", [dict(message) for message in prompt.messages])
         answers = 0.0
         for number in range(3):
             answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=3)
@@ -29,13 +31,13 @@ async def branches(base_url: str, api_key: str, prompt: Prompt) -> float:
     """Asks once, then goes on twice at the same time, and asks something else."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=60) as client:
 
-        async def ask(*messages: dict[str, str]) -> str:
+        async def ask(*messages: ChatCompletionMessageParam) -> str:
             answer = await client.chat.completions.create(model="policy", messages=messages)
             return str(answer.choices[0].message.content)
 
-        first = {"role": "user", "content": "1"}
-        said = {"role": "assistant", "content": await ask(first)}
-        two = [{"role": "user", "content": "2"}, {"role": "user", "content": "3"}]
+        first: ChatCompletionMessageParam = {"role": "user", "content": "1"}
+        said: ChatCompletionMessageParam = {"role": "assistant", "content": await ask(first)}
+        two: list[ChatCompletionMessageParam] = [{"role": "user", "content": "2"}, {"role": "user", "content": "3"}]
         await asyncio.gather(*(ask(first, said, one) for one in two))
         await ask({"role": "user", "content": "456"})
         return 1.0
@@ -44,8 +46,14 @@ async def branches(base_url: str, api_key: str, prompt: Prompt) -> float:
 async def refused(base_url: str, api_key: str, prompt: Prompt) -> float:
     """Calls what cannot be answered; the reward is the number of refusals."""
     count = 0.0
-    ask = {"model": "policy", "messages": [{"role": "user", "content": "1"}]}
-    options = [{"temperature": 0.25}, {"stream": True}, {"tools": [{"type": "function"}]}, {"n": 2}, {"max_tokens": 0}]
+    ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "1"}]}
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.25},
+        {"stream": True},
+        {"tools": [{"type": "function"}]},
+        {"n": 2},
+        {"max_tokens": 0},
+    ]
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=60) as client:
         for option in options:
             try:

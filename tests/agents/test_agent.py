@@ -15,6 +15,7 @@ import pytest
 from broker.queue import Broker
 from broker.types import Group, check_group
 from configs.load import ConfigError
+from rollout.agents import AgentTask
 from rollout.codec import FileCodec
 from rollout.evaluation.run import check_task
 from rollout.tasks import make_task
@@ -140,4 +141,5 @@ def test_a_model_without_a_chat_template_and_a_function_that_is_not_async_are_fo
         make_task("agent-jsonl", 0, {**agent("silent", tmp_path), "function": "json:loads"})
     with pytest.raises(ConfigError, match="only trained"):
         check_task(task, FileCodec(folder))
-    assert asyncio.iscoroutinefunction(type(task).run)
+    assert isinstance(task, AgentTask)
+    assert asyncio.iscoroutinefunction(task.run)

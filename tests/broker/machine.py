@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,6 @@ from tests.broker.model import Model, Settings
 from tests.conftest import RUN, small_config
 
 HOUR = 3_600_000
-WORKERS, ENGINES = ("w1", "w2"), ("e1", "e2")
 WORKERS, ENGINES = ("w1", "w2"), ("e1", "e2")
 
 
@@ -78,6 +78,13 @@ class Compared(RuleBasedStateMachine):
     broker: ClassVar[Broker]
     folder: ClassVar[Path]
     reached: ClassVar[Counter[str]]
+
+    # Rules of the class that is run, which `begin` follows too.
+    publish: Callable[[], None]
+    update_engine: Callable[[str], None]
+    work: Callable[[int, bool, bool, int], None]
+    save: Callable[[], None]
+    commit: Callable[[], None]
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def test_a_trainer_that_is_ahead_of_a_redis_that_lost_its_last_second_attaches_a
     client, keys = run.broker._connection.client, run.broker._keys
     run.ready(2)
     batch = run.pull()
-    lost = {name: client.dump(name) for name in client.keys(keys.prefix.replace("{", "\\{") + "*")}
+    lost = {name: client.dump(name) or b"" for name in client.keys(keys.prefix.replace("{", "\\{") + "*")}
     run.step(batch)
     client.flushall()
     for name, value in lost.items():  # what an AOF without its last second brings back

@@ -207,7 +207,8 @@ class Protocol(Compared):
         if newest:
             self.publish()
             self.update_engine("e1")
-        answer, wanted = self.broker.admit_many("w1", "e1", groups), []
+        answer = self.broker.admit_many("w1", "e1", groups)
+        wanted: list[tuple[int, int, int]] = []
         while len(wanted) < groups and isinstance(expected := self.model.admit("e1"), tuple):
             wanted.append(expected)
             self.model.admitted(-len(wanted), "w1", *expected)  # its id comes below
@@ -344,7 +345,7 @@ class Protocol(Compared):
         if self.leased:
             self.abort_step()
         self.note_what_was_reached()
-        before = {name: self.redis.dump(name) for name in self.redis.scan_iter()}
+        before = {name: self.redis.dump(name) or b"" for name in self.redis.scan_iter()}
         model, tickets = copy.deepcopy(self.model), list(self.tickets)
         self.work(3, True, True, 1)
         if saved and not self.leased:

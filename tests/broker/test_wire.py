@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from broker.types import Group, Trajectory, VersionRun, check_group
 def trajectories(draw: st.DrawFn) -> Trajectory:
     prompt, response = draw(st.integers(1, 9)), draw(st.integers(1, 17))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kind = draw(st.sampled_from([None, np.uint8, np.uint16]))
+    kind: Any = draw(st.sampled_from([None, np.uint8, np.uint16]))
     cut = draw(st.integers(0, response - 1))
     runs = [(0, cut, 3), (cut, response - cut, 5)] if cut else [(0, response, 5)]
     return Trajectory(

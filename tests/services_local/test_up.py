@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,10 @@ def everything_started(run: Run) -> bool:
     return all(run.pids(role) for role in ("engine-0", "weight-sync", "monitor", "trainer", "worker-0", "worker-1"))
 
 
+def redis_is_gone(run: Run) -> bool:
+    return not any(alive(pid) for pid in run.redis_pids())
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
@@ -113,7 +118,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     for run in runs:
         run.process.kill()
         run.process.wait()
-        until(lambda run=run: not [p for p in run.redis_pids() if alive(p)], run)
+        until(partial(redis_is_gone, run), run)
 
 
 def test_a_finished_trainer_ends_the_run_with_a_report_and_a_ledger(launch: Callable[..., Run]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rollout.tasks.source import Source, SourceSettings
 GOOD = {"question": "1+1?", "answer": "2"}
 
 
-def write(path: Path, rows: list[object]) -> Path:
+def write(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return path
 

@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import torch
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from broker.types import Group, Trajectory, VersionRun, check_group
@@ -17,7 +18,7 @@ from trainer.losses.catalogue import LossSettings, resolve
 from trainer.losses.step import loss_function, prepare
 
 
-def given(*arguments: Any, **named: Any) -> Callable[[Any], Any]:
+def given(*arguments: SearchStrategy[Any], **named: SearchStrategy[Any]) -> Callable[[Any], Any]:
     """hypothesis.given with few examples and no deadline: the machines that run this are small and busy."""
 
     def decorate(test: Any) -> Any:
@@ -105,21 +106,23 @@ def settings(name: str, **values: object) -> LossSettings:
     return resolve(LossSection(name=name, **values), max_new_tokens=10)
 
 
-def packed(samples: Sequence[Sample], **options: object) -> MicroBatch:
+def packed(samples: Sequence[Sample], **options: Any) -> MicroBatch:
     return pack(samples, **{"route_shape": None, **options})
 
 
 def step_loss(
-    chosen: LossSettings, batches: Sequence[MicroBatch], log_probs: Sequence[Tensor], **options: object
+    chosen: LossSettings, batches: Sequence[MicroBatch], log_probs: Sequence[Tensor], **options: Any
 ) -> tuple[float, list[Tensor], list[dict[str, Tensor]]]:
     """Loss of a whole step, gradient by log-prob of each micro-batch, and the reports."""
     leaves = [x.detach().clone().requires_grad_() for x in log_probs]
     context = prepare(chosen, batches, [x.detach() for x in leaves] if chosen.needs_log_prob_pass else None, **options)
     evaluate = loss_function(chosen, context)
-    reports, total = [], 0.0
+    gradients, reports, total = [], [], 0.0
     for batch, leaf in zip(batches, leaves, strict=True):
         loss, report = evaluate(batch, leaf, torch.ones(batch.tokens))
         loss.backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
         total += float(loss.detach())
         reports.append(report)
-    return total, [x.grad for x in leaves], reports
+    return total, gradients, reports

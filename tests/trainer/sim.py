@@ -219,6 +219,10 @@ def trainer_of(
 ) -> Trainer:
     """A trainer whose waiting makes the world generate."""
     policy = policy or BigramPolicy()
+
+    def feed(_seconds: float) -> None:
+        world.feed()
+
     return Trainer(
         config,
         broker=broker,
@@ -228,7 +232,7 @@ def trainer_of(
         sink=lambda step: JsonLines(config.run.folder / "metrics.jsonl", step),
         route_shape=None,
         stop=stop,
-        pause=lambda _: world.feed() and None,
+        pause=feed,
         **options,
     )
 

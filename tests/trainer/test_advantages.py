@@ -33,7 +33,6 @@ def test_equal_rewards_give_exactly_zero(how: str, reward: float, n: int) -> Non
 
 def test_eight_times_a_reward_that_floats_cannot_say_is_still_equal() -> None:
     rewards = [float(np.float32(0.7))] * 8
-    assert np.float32(rewards).std(ddof=1) >= 0
     assert all_equal(rewards)
     assert not group_advantages(rewards, "grpo").any()
 

@@ -133,7 +133,7 @@ def test_a_version_is_announced_only_when_its_weights_are_whole_and_a_step_commi
 
 @pytest.mark.parametrize("what", ["export", "checkpoint"])
 def test_a_write_that_fails_ends_the_run_and_a_restart_trains_each_group_once(
-    config: Any, handle: Broker, what: str
+    config: Any, handle: Broker, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints, world, first = MemoryCheckpoints(), World(config, handle), BigramPolicy()
     left = [3]
@@ -153,9 +153,9 @@ def test_a_write_that_fails_ends_the_run_and_a_restart_trains_each_group_once(
         return staged
 
     if what == "export":
-        first.stage_export = failing(first.stage_export)  # type: ignore[method-assign]
+        monkeypatch.setattr(first, "stage_export", failing(first.stage_export))
     else:
-        checkpoints.stage = failing(checkpoints.stage)  # type: ignore[method-assign]
+        monkeypatch.setattr(checkpoints, "stage", failing(checkpoints.stage))
     with pytest.raises(OSError, match="disk full"):
         trainer_of(config, handle, world, checkpoints, policy=first, background=Worker(limit_s=20)).run()
     survived = checkpoints.kept[-1][0].step if checkpoints.kept else 0

@@ -122,7 +122,11 @@ def test_a_loss_and_its_gradient_equal_the_naive_reading(name: str, rows: list[R
     near_mean = any(abs(statistics.fmean(squares[: i + 1]) - 0.04) < 1e-5 for i in range(len(squares)))
     if on_an_edge(rows) or (name == "m2po" and (near_mean or len(set(squares)) < len(squares))):
         return
-    batch = flat_batch(*[[[t[i] for t in row] for row in rows] for i in (0, 2, 3)])
+    batch = flat_batch(
+        [[t[0] for t in row] for row in rows],
+        [[t[2] for t in row] for row in rows],
+        [[t[3] for t in row] for row in rows],
+    )
     log_probs = torch.tensor([t[0] + t[1] for row in rows for t in row], dtype=torch.float64).float()
     if not batch.loss_mask.any():
         expected_loss, expected = 0.0, [[0.0] * len(row) for row in rows]
@@ -245,6 +249,7 @@ def test_a_step_of_one_micro_batch_is_measured_on_its_own_forward_pass_to_the_sa
     value, _ = loss(batch, leaf, torch.ones(batch.tokens))
     value.backward()
     assert float(value.detach()) == want
+    assert leaf.grad is not None
     assert torch.equal(leaf.grad, gradients[0])
     assert loss.context.gate is not None or loss.context.threshold is not None
     with pytest.raises(ValueError, match="several micro-batches"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def evaluate(name: str, batch: Any, log_probs: torch.Tensor, **options: Any) -> 
     gate = measure_gate([tokens], chosen.sat, sequence=chosen.entry.sequence) if chosen.entry.sat else None
     objective = FUNCTIONS[chosen.entry.function](tokens, chosen, StepContext(Denominators(1, 1), gate))
     torch.where(tokens.active, objective.values, 0.0).sum().backward()
+    assert leaf.grad is not None
     return objective, leaf.grad
 
 
@@ -66,7 +68,7 @@ def test_every_figure_of_the_oracle_is_met(case: dict[str, Any]) -> None:
     gate = measure_gate([tokens_of(batch, log_probs)], sat, sequence=False)
     assert gate.quantile == pytest.approx(case["q"], rel=1e-12)
     c_minus, c_plus, _ = contraction((log_probs - batch.behaviour_log_probs), gate, sat)
-    close = lambda x: pytest.approx(x, rel=1e-9, abs=1e-12)  # noqa: E731
+    close = partial(pytest.approx, rel=1e-9, abs=1e-12)
     assert c_plus.tolist() == close(case["c_plus"])
     assert c_minus.tolist() == close(case["c_minus"])
     assert (1 - objective.radius_low).tolist() == close(case["lo"])
@@ -98,7 +100,7 @@ def test_the_interval_contains_one_and_lies_in_the_plain_one(
 
 @given(tokens_strategy, sat_sections, st.sampled_from(["grpo", "gspo"]))
 def test_sat_is_pointwise_at_most_ppo(tokens: list[tuple[float, float, float]], sat: SatSection, peer: str) -> None:
-    options = {"clip_low": 0.2, "clip_high": 0.2}
+    options: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
     adaptive, _ = evaluate("sat-" + peer, *drawn(tokens), sat=sat, **options)
     plain, _ = evaluate(peer, *drawn(tokens), **options)
     assert (adaptive.values <= plain.values).all()
@@ -122,13 +124,14 @@ def test_without_a_gate_the_plain_losses_come_back_bit_for_bit(
     tokens: list[tuple[float, float, float]], name: str
 ) -> None:
     batch, log_probs = drawn(tokens)
-    options = {"clip_low": 0.2, "clip_high": 0.2}
+    options: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
     chosen = settings(name, **options)
     leaf = log_probs.clone().requires_grad_()
     objective = FUNCTIONS["clipped"](tokens_of(batch, leaf), chosen, StepContext(Denominators(1, 1), Gate(0.0, 0.0)))
     objective.values.sum().backward()
     plain, gradient = evaluate(name.removeprefix("sat-"), batch, log_probs, **options)
     assert torch.equal(objective.values, plain.values)
+    assert leaf.grad is not None
     assert torch.equal(leaf.grad, gradient)
 
 
@@ -179,7 +182,7 @@ def test_a_median_of_zero_as_scale_makes_no_nan() -> None:
     batch = flat_batch([[-2.0] * 10], [[1.0] * 10])
     log_probs = torch.tensor([-2.0 + x for x in d])
     for kernel in KERNELS:
-        sat = SatSection(kernel=kernel, scale="mad", alpha=0.8)  # type: ignore[arg-type]
+        sat = SatSection(kernel=kernel, scale="mad", alpha=0.8)
         objective, gradient = evaluate("sat-grpo", batch, log_probs, sat=sat)
         assert torch.isfinite(objective.values).all()
         assert torch.isfinite(gradient).all()
@@ -229,8 +232,8 @@ def test_one_interval_covers_a_sequence_and_its_gradient_is_spread_over_its_toke
     _, gradients, reports = step_loss(chosen, [batch], [log_probs])
     means = [0.2, -1 / 6, 0.02]
     q = sorted(abs(m) for m in means)[1]
-    kept = lambda x: 1 / (1 + (x / q) ** 2)  # noqa: E731
-    assert math.exp(0.2) > 1 + 0.2 * kept(0.2)  # so the first sequence is clipped
+    kept = 1 / (1 + (0.2 / q) ** 2)
+    assert math.exp(0.2) > 1 + 0.2 * kept  # so the first sequence is clipped
     assert math.exp(0.2) > 1.2
     expected = [0.0] * 2 + [math.exp(-1 / 6) * 1.0 / 3 / 3] * 3 + [-math.exp(0.02) * 2 / 3]
     assert gradients[0].tolist() == pytest.approx(expected, rel=1e-5)
@@ -251,7 +254,7 @@ def test_one_sequence_in_a_micro_batch_never_fires_and_the_global_scope_does() -
     log_probs = [torch.full((3,), -1.0 + d) for d in (0.01, 0.02, 0.05, 0.15)]
     fired = {}
     for scope in ("microbatch", "global"):
-        sat = SatSection(scope=scope, alpha=0.6)  # type: ignore[arg-type]
+        sat = SatSection(scope=scope, alpha=0.6)
         _, _, reports = step_loss(settings("sat-gspo", sat=sat), batches, log_probs)
         fired[scope] = [bool(r["newly_clipped"].any()) for r in reports]
     assert fired == {"microbatch": [False] * 4, "global": [False, False, False, True]}

@@ -83,10 +83,9 @@ def make(family: str, folder: Path) -> None:
         logits = model(ids[None]).logits[0, :-1] / settings.TEMPERATURE
         log_p = logits.log_softmax(-1)
         scores.append((log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
-    total = sum(
-        data.loss(log_probs, entropy, advantages[:-1])
-        for (log_probs, entropy), (_, advantages) in zip(scores, data.sequences(), strict=True)
-    )
+    total = torch.zeros(())
+    for (log_probs, entropy), (_, advantages) in zip(scores, data.sequences(), strict=True):
+        total = total + data.loss(log_probs, entropy, advantages[:-1])
     total.backward()
     reference = {f"grad/{k}": v for k, v in on_disk({n: p.grad for n, p in model.named_parameters()}).items()}
     for i, (log_probs, entropy) in enumerate(scores):

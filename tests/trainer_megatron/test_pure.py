@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from trainer.megatron.replay import InvalidRoutes, LayerReplay, RoutePlan, Routi
 from trainer.megatron.safetensors_file import SafetensorsWriter, TensorEntry
 from trainer.megatron.scores import token_scores
 
-MODEL = {"experts": data.EXPERTS, "top_k": data.TOP_K, "moe_layers": (True, True)}
+plan_of = functools.partial(plan_routes, experts=data.EXPERTS, top_k=data.TOP_K, moe_layers=(True, True))
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 4,
@@ -45,7 +46,7 @@ QWEN3_MOE = {
 
 def test_rows_without_a_trace_are_spread_where_nothing_depends_on_them() -> None:
     batch = data.micro_batch((0, 3), with_routes=True, padding=2)
-    plan = plan_routes(batch, batch.tokens + 3, mode="required", **MODEL)
+    plan = plan_of(batch, batch.tokens + 3, mode="required")
     sources = [Source(value) for value in plan.source.tolist()]
     ends = {data.LENGTHS[0] - 1, data.LENGTHS[0] + data.LENGTHS[3] - 1}
     for row, source in enumerate(sources):
@@ -65,13 +66,13 @@ def test_a_missing_trace_is_an_error_only_where_replay_is_required() -> None:
     holes[2] = False
     partial = dataclasses.replace(batch, routes_valid=holes)
     with pytest.raises(InvalidRoutes, match="row 2"):
-        plan_routes(partial, batch.tokens, mode="required", **MODEL)
-    plan = plan_routes(partial, batch.tokens, mode="available", **MODEL)
+        plan_of(partial, batch.tokens, mode="required")
+    plan = plan_of(partial, batch.tokens, mode="available")
     assert Source(int(plan.source[2])) is Source.OWN
     plain = data.micro_batch((0, 1), with_routes=False)
     with pytest.raises(InvalidRoutes, match="required"):
-        plan_routes(plain, plain.tokens, mode="required", **MODEL)
-    assert set(plan_routes(plain, plain.tokens, mode="off", **MODEL).source.tolist()) == {Source.OWN.value}
+        plan_of(plain, plain.tokens, mode="required")
+    assert set(plan_of(plain, plain.tokens, mode="off").source.tolist()) == {Source.OWN.value}
 
 
 @pytest.mark.parametrize(("layers", "top_k"), [(3, 2), (2, 3)])
@@ -79,7 +80,7 @@ def test_a_trace_of_another_model_is_refused(layers: int, top_k: int) -> None:
     batch = data.micro_batch((0, 1), with_routes=True)
     other = dataclasses.replace(batch, routes=torch.zeros(batch.tokens, layers, top_k, dtype=torch.uint8))
     with pytest.raises(InvalidRoutes):
-        plan_routes(other, batch.tokens, mode="required", **MODEL)
+        plan_of(other, batch.tokens, mode="required")
 
 
 def test_a_recomputed_layer_gets_the_experts_of_its_own_micro_batch_in_one_forward_one_backward_order() -> None:
@@ -178,9 +179,9 @@ def test_a_file_written_tensor_by_tensor_is_read_by_the_safetensors_library(tmp_
     entries = [TensorEntry(name, "F32", array.shape, array.nbytes) for name, array in arrays.items()]
     writer = SafetensorsWriter(tmp_path / "x.safetensors", entries)
     with pytest.raises(ValueError, match="announced"):
-        writer.write("a", memoryview(arrays["a"]))
+        writer.write("a", arrays["a"].data)
     for name, array in arrays.items():
-        writer.write(name, memoryview(array))
+        writer.write(name, array.data)
     summary = writer.close()
     assert summary["bytes"] == (tmp_path / "x.safetensors").stat().st_size
     for name, array in load_file(tmp_path / "x.safetensors").items():
@@ -262,7 +263,7 @@ def test_scores_never_hold_the_logits_of_more_than_one_chunk_of_rows() -> None:
 
     hidden = torch.randn(rows, 5, requires_grad=True)
     weight = torch.randn(vocabulary, 5, requires_grad=True)
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]  # its base class has no types
         scores = token_scores(hidden, weight, torch.arange(rows), 1.0, chunk=chunk, most_kept=rows * vocabulary - 1)
         forward = len(widest)
         scores.sum().backward()

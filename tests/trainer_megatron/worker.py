@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -40,7 +41,7 @@ from trainer.megatron.replay import InvalidRoutes
 Named = dict[str, Tensor]
 
 
-def batches(policy: PolicyModel, with_routes: bool = False, unpacked: bool = False) -> list:
+def batches(policy: PolicyModel, with_routes: bool = False, unpacked: bool = False) -> list[MicroBatch]:
     """This data rank's micro-batches."""
     groups = [(i,) for group in data.MICRO_BATCHES for i in group] if unpacked else list(data.MICRO_BATCHES)
     per = len(groups) // policy.parallel.data_size
@@ -75,6 +76,12 @@ def weight_tensors(policy: PolicyModel, of: Callable[[Tensor], Tensor]) -> Named
     return out
 
 
+def main_gradient(parameter: Tensor) -> Tensor:
+    """What Megatron sums a parameter's gradients in."""
+    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # Megatron's own attribute
+    return gradient
+
+
 def scores(policy: PolicyModel, with_routes: bool = False, unpacked: bool = False) -> Named:
     """Log-probs and entropies by sequence, gathered over data ranks."""
     mine = batches(policy, with_routes, unpacked)
@@ -95,7 +102,7 @@ def gradients(policy: PolicyModel, with_routes: bool = False, unpacked: bool = F
     mine = batches(policy, with_routes, unpacked)
     reports = policy.forward_backward(mine, data.micro_batch_loss, entropy_gradient=True)
     totals = torch.stack([torch.stack((r["loss"].double(), r["tokens"].double())) for r in reports]).sum(0)
-    out = {f"grad/{k}": v for k, v in weight_tensors(policy, lambda p: p.main_grad).items()}
+    out = {f"grad/{k}": v for k, v in weight_tensors(policy, main_gradient).items()}
     out["totals"] = policy.parallel.sum_over_data(totals)
     metrics = policy.replay_metrics()
     overlap = -1 if metrics.overlap is None else metrics.overlap
@@ -236,7 +243,7 @@ def replay_own(policy: PolicyModel) -> Named:
         for i, members in enumerate(data.MICRO_BATCHES)
     ]
     policy.forward_backward(batches, data.micro_batch_loss, entropy_gradient=True)
-    out = {f"grad/{k}": v for k, v in weight_tensors(policy, lambda p: p.main_grad).items()}
+    out = {f"grad/{k}": v for k, v in weight_tensors(policy, main_gradient).items()}
     out["overlap"] = torch.tensor(policy.replay_metrics().overlap)
     return out
 
@@ -296,7 +303,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def work(out: Path, config: dict[str, object], do: list) -> int:
+def work(out: Path, config: dict[str, object], do: list[tuple[str, str, dict[str, Any]]]) -> int:
     """Join as one layout and do what is asked; a free port, on which all ranks can meet again."""
     with parallel(run_config(config)) as ranks:
         policy: PolicyModel | None = None

@@ -10,7 +10,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,8 @@ def parameters(folder: Path) -> dict[str, np.ndarray]:
 
 class Engine(FakeEngine):
     """The fake with a real engine's parameter names. A broadcast brings what is published under its name."""
+
+    published: Callable[[], Iterable[VersionRecord]] = tuple  # nothing, until it is somebody's engine
 
     def broadcast_folder(self, name: str) -> str:
         version = int(name.removeprefix("unverified-"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from broker import delta
 from broker.types import VersionRecord
 from rollout.local_copy import bring
+from tests.weight_sync.live import World
 
 SEED = st.integers(0, 2**32 - 1)
 
@@ -38,7 +40,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @settings(max_examples=25)
 @given(SEED, st.integers(0, 5000), st.floats(0, 1), st.binary(max_size=1))
-def test_base_and_delta_give_the_new_version_bit_for_bit(tmp_path_factory, seed, size, share, tail):
+def test_base_and_delta_give_the_new_version_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, size: int, share: float, tail: bytes
+) -> None:
     root, rng = tmp_path_factory.mktemp("delta"), np.random.default_rng(seed)
     old = rng.integers(0, 2**16, size, dtype=np.uint16)
     new = np.where(rng.random(size) < share, rng.integers(0, 2**16, size, dtype=np.uint16), old)
@@ -50,7 +54,7 @@ def test_base_and_delta_give_the_new_version_bit_for_bit(tmp_path_factory, seed,
     assert content(root / "out") == content(Path(second.path))
 
 
-def test_blocks_are_joined_where_one_ends(tmp_path, monkeypatch):
+def test_blocks_are_joined_where_one_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "BLOCK_BYTES", 64)
     old = np.arange(100, dtype=np.uint16)
     first, second = version(tmp_path, 1, old), version(tmp_path, 2, old * 3)
@@ -61,7 +65,7 @@ def test_blocks_are_joined_where_one_ends(tmp_path, monkeypatch):
     assert content(tmp_path / "out") == content(Path(second.path))
 
 
-def test_a_host_follows_the_versions_by_their_deltas_and_keeps_one_base(tmp_path):
+def test_a_host_follows_the_versions_by_their_deltas_and_keeps_one_base(tmp_path: Path) -> None:
     rng, records = np.random.default_rng(0), []
     words = rng.integers(0, 2**16, 50_000, dtype=np.uint16)
     for number in range(4):
@@ -85,7 +89,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-DAMAGE = {
+DAMAGE: dict[str, Callable[[Path, Path], object]] = {
     "torn": lambda published, _base: (published / delta.DELTA).write_bytes((published / delta.DELTA).read_bytes()[:-9]),
     "absent": lambda published, _base: (published / delta.DELTA).unlink(),
     "no header": lambda published, _base: (published / delta.DELTA).write_bytes(b"\xff" * 40),
@@ -97,7 +101,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_whatever_does_not_fit_a_full_copy_is_made_and_says_why(tmp_path, damage):
+def test_whatever_does_not_fit_a_full_copy_is_made_and_says_why(tmp_path: Path, damage: str) -> None:
     old = np.arange(5000, dtype=np.uint16)
     first, second = version(tmp_path / "shared", 1, old), version(tmp_path / "shared", 2, old ^ (old % 7 == 0))
     delta.write(Path(first.path), Path(second.path))
@@ -109,7 +113,7 @@ def test_whatever_does_not_fit_a_full_copy_is_made_and_says_why(tmp_path, damage
     assert content(copy.folder) == content(Path(second.path))
 
 
-def test_shared_files_that_are_not_the_published_ones_are_never_taken(tmp_path):
+def test_shared_files_that_are_not_the_published_ones_are_never_taken(tmp_path: Path) -> None:
     record = version(tmp_path / "shared", 1, np.arange(500, dtype=np.uint16))
     flip(Path(record.path) / "model.safetensors", 3)
     with pytest.raises(delta.CannotApply):
@@ -117,7 +121,7 @@ def test_shared_files_that_are_not_the_published_ones_are_never_taken(tmp_path):
     assert not (tmp_path / "local" / "v000001").exists()
 
 
-def test_what_a_supervisor_says_of_its_copy_survives_what_weight_sync_writes(w):
+def test_what_a_supervisor_says_of_its_copy_survives_what_weight_sync_writes(w: World) -> None:
     w.add_engine("e0")
     assert w.broker.heartbeat_engine("e0", 3, "/dev/shm/x/v000003")
     record = w.record("e0")

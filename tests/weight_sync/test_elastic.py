@@ -11,6 +11,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ class Fleet:
     count: int = 0
     steps: int = 0
     tokens: int = 0
+
+    def reached(self, step: int) -> bool:
+        return self.steps >= step
 
     async def engine_joins(self) -> None:
         self.count += 1
@@ -146,18 +150,19 @@ async def changes(w: World, tmp_path: Path, events: int, pause: str, seed: int) 
             await made.event(dice)
             if not any(name in made.engines for name in made.reconciler.members):
                 await made.engine_joins()
-            goal = made.steps + 1
-            await until(lambda goal=goal: made.steps >= goal, 60)
+            await until(partial(made.reached, made.steps + 1), 60)
         assert made.tokens > 0
 
 
 @pytest.mark.parametrize("pause", ["drain", "abort"])
-async def test_training_goes_on_while_engines_and_workers_join_leave_and_die(w: World, tmp_path: Path, pause: str):
+async def test_training_goes_on_while_engines_and_workers_join_leave_and_die(
+    w: World, tmp_path: Path, pause: str
+) -> None:
     await changes(w, tmp_path, 6, pause, seed=3)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("pause", ["drain", "abort"])
-async def test_fifty_joins_leaves_and_kills(w: World, tmp_path: Path, pause: str):
+async def test_fifty_joins_leaves_and_kills(w: World, tmp_path: Path, pause: str) -> None:
     await changes(w, tmp_path, 50, pause, seed=7)

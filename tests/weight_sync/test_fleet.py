@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ async def http(w: World) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def elsewhere(w: World, name: str, **options: object) -> tuple[Engine, dict[str, str]]:
+def elsewhere(w: World, name: str, **options: Any) -> tuple[Engine, dict[str, str]]:
     """A fake engine that listens and is not registered, and the body that lets it join."""
     engine = Engine(version="unconfirmed", **options)
     url = w.stack.enter_context(engine.serve())
@@ -32,7 +33,9 @@ def elsewhere(w: World, name: str, **options: object) -> tuple[Engine, dict[str,
     return engine, {"engine_id": name, "url": url}
 
 
-async def test_an_engine_joins_by_one_request_and_repeating_it_changes_nothing(w: World, http: httpx.AsyncClient):
+async def test_an_engine_joins_by_one_request_and_repeating_it_changes_nothing(
+    w: World, http: httpx.AsyncClient
+) -> None:
     engine, body = elsewhere(w, "e9")
     record = w.publish()
     answer = await http.post("/v1/engines", json=body)
@@ -56,12 +59,14 @@ async def test_an_engine_joins_by_one_request_and_repeating_it_changes_nothing(w
         ({"engine_id": "e1"}, 422),
     ],
 )
-async def test_what_cannot_join_is_refused_and_not_registered(w: World, http: httpx.AsyncClient, body, status):
+async def test_what_cannot_join_is_refused_and_not_registered(
+    w: World, http: httpx.AsyncClient, body: dict[str, str], status: int
+) -> None:
     assert (await http.post("/v1/engines", json=body)).status_code == status
     assert w.broker.engines() == ()
 
 
-async def test_joining_and_leaving_need_the_token(w: World, http: httpx.AsyncClient):
+async def test_joining_and_leaving_need_the_token(w: World, http: httpx.AsyncClient) -> None:
     w.add_engine("e0")
     del http.headers["authorization"]
     assert (await http.post("/v1/engines", json={"engine_id": "e1", "url": "http://host:1"})).status_code == 401
@@ -71,7 +76,7 @@ async def test_joining_and_leaving_need_the_token(w: World, http: httpx.AsyncCli
 
 async def test_an_engine_leaves_after_its_requests_ended_and_stays_out_until_it_joins_again(
     w: World, http: httpx.AsyncClient
-):
+) -> None:
     engine, body = elsewhere(w, "e9", token_seconds=0.01)
     record = w.publish()
     assert (await http.post("/v1/engines", json=body)).status_code == 201
@@ -94,7 +99,9 @@ async def test_an_engine_leaves_after_its_requests_ended_and_stays_out_until_it_
     assert (await http.delete("/v1/engines/nobody")).status_code == 404
 
 
-async def test_what_still_runs_when_an_engine_leaves_is_aborted_with_its_tokens(w: World, http: httpx.AsyncClient):
+async def test_what_still_runs_when_an_engine_leaves_is_aborted_with_its_tokens(
+    w: World, http: httpx.AsyncClient
+) -> None:
     engine, body = elsewhere(w, "e9", token_seconds=0.05)
     record = w.publish()
     await http.post("/v1/engines", json=body)
@@ -110,14 +117,16 @@ async def test_what_still_runs_when_an_engine_leaves_is_aborted_with_its_tokens(
     assert partial["output_ids"]
 
 
-async def test_an_engine_that_is_dead_leaves_at_once(w: World, http: httpx.AsyncClient):
+async def test_an_engine_that_is_dead_leaves_at_once(w: World, http: httpx.AsyncClient) -> None:
     w.broker.register_engine(EngineRecord("e0", "http://127.0.0.1:1", EngineState.SERVING, 0))
     answer = await http.delete("/v1/engines/e0")
     assert (answer.status_code, answer.json()["reachable"]) == (200, False)
     assert w.broker.engines()[0].detail == LEFT
 
 
-async def test_the_openapi_document_has_an_example_for_every_field_that_one_sends(w: World, http: httpx.AsyncClient):
+async def test_the_openapi_document_has_an_example_for_every_field_that_one_sends(
+    w: World, http: httpx.AsyncClient
+) -> None:
     document = (await http.get("/openapi.json")).json()
     assert {"get", "post"} <= set(document["paths"]["/v1/engines"])
     assert "delete" in document["paths"]["/v1/engines/{engine_id}"]
@@ -125,7 +134,7 @@ async def test_the_openapi_document_has_an_example_for_every_field_that_one_send
     assert all(field.get("examples") for field in fields.values())
 
 
-def test_addresses_that_are_not_plain_are_refused():
+def test_addresses_that_are_not_plain_are_refused() -> None:
     assert checked_url("http://10.0.0.7:30000/") == "http://10.0.0.7:30000"
     for url in ("http://h:99999", "http://h:1/x", "http://h?q", "ftp://h", "h:1", "http://"):
         with pytest.raises(FleetRefusal):

@@ -63,7 +63,9 @@ HAPPENINGS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(HAPPENINGS, st.booleans())
-def test_an_engine_is_routable_only_with_the_weights_that_were_confirmed_and_is_never_left_paused(happenings, drain):
+def test_an_engine_is_routable_only_with_the_weights_that_were_confirmed_and_is_never_left_paused(
+    happenings: list[tuple[str, int]], drain: bool
+) -> None:
     policy = lc.Policy(drain=drain, tries=2, gone_after_s=5.0)
     life, engine, wanted, now = lc.Life(EngineState.JOINING), Engine(), 0, 0.0
     for happening, growth in happenings:
@@ -95,7 +97,7 @@ def test_an_engine_is_routable_only_with_the_weights_that_were_confirmed_and_is_
 
 
 @given(st.sampled_from(["fail", "lost"]), st.integers(0, 6))
-def test_a_command_that_fails_at_any_place_quarantines_the_engine_and_continues_it(outcome, at):
+def test_a_command_that_fails_at_any_place_quarantines_the_engine_and_continues_it(outcome: str, at: int) -> None:
     life = lc.Life(EngineState.SERVING, version=3, target=3)
     policy = lc.Policy(drain=False)
     life, command = lc.step(life, lc.Tick(), lc.Moment(policy, 0.0, 4))
@@ -116,21 +118,21 @@ def test_a_command_that_fails_at_any_place_quarantines_the_engine_and_continues_
         assert (life.state, life.version) == (EngineState.SERVING, 4)
 
 
-def test_ten_versions_behind_is_one_load():
+def test_ten_versions_behind_is_one_load() -> None:
     life, engine = lc.Life(EngineState.SERVING, version=3, target=3), Engine(weights="3")
     life = run_step(life, engine, "ok", lc.Moment(POLICY, 0.0, 13))
     assert (life.state, life.version) == (EngineState.SERVING, 13)
     assert engine.log == ["Probe", "Load", "Verify"]
 
 
-def test_in_abort_mode_the_engine_is_paused_for_the_load_alone_and_serves_only_after_the_check():
+def test_in_abort_mode_the_engine_is_paused_for_the_load_alone_and_serves_only_after_the_check() -> None:
     life, engine = lc.Life(EngineState.SERVING, version=3, target=3), Engine(weights="3")
     life = run_step(life, engine, "ok", lc.Moment(lc.Policy(drain=False), 0.0, 4))
     assert engine.log == ["Probe", "Pause", "Load", "Continue", "Verify"]
     assert life.state is EngineState.SERVING
 
 
-def test_a_newer_version_is_loaded_without_a_look_only_where_the_engine_is_known_to_serve():
+def test_a_newer_version_is_loaded_without_a_look_only_where_the_engine_is_known_to_serve() -> None:
     serving, at = lc.Life(EngineState.SERVING, version=3, target=3), lc.Moment(POLICY, 0.0, 4)
     assert lc.step(serving, lc.Newer(), at)[1] == lc.Load(4, drain=True)
     for state in (EngineState.JOINING, EngineState.QUARANTINED, EngineState.GONE):
@@ -140,15 +142,16 @@ def test_a_newer_version_is_loaded_without_a_look_only_where_the_engine_is_known
     assert lc.step(serving, lc.Newer(), lc.Moment(POLICY, 0.0, 3))[1] == lc.Probe()
 
 
-def test_an_engine_that_serves_other_weights_than_confirmed_is_loaded_again_at_once():
+def test_an_engine_that_serves_other_weights_than_confirmed_is_loaded_again_at_once() -> None:
     life, engine = lc.Life(EngineState.SERVING, version=3, target=3), Engine(weights="default")
     life = run_step(life, engine, "ok", lc.Moment(POLICY, 0.0, 3))
     assert (life.state, life.version) == (EngineState.SERVING, 3)
     assert "Load" in engine.log
 
 
-def test_a_failed_load_is_tried_at_once_until_the_tries_are_used_up_and_then_with_growing_waits():
-    life, engine, loads = lc.Life(EngineState.JOINING), Engine(), []
+def test_a_failed_load_is_tried_at_once_until_the_tries_are_used_up_and_then_with_growing_waits() -> None:
+    life, engine = lc.Life(EngineState.JOINING), Engine()
+    loads: list[float] = []
     for tenth in range(600):
         before = engine.log.count("Load")
         life = run_step(life, engine, "fail", lc.Moment(POLICY, tenth / 10, 1))
@@ -167,20 +170,20 @@ def test_a_failed_load_is_tried_at_once_until_the_tries_are_used_up_and_then_wit
     assert max(gaps) <= POLICY.back_off_max_s + 0.11
 
 
-def test_a_newer_version_ends_the_wait_of_a_quarantined_engine():
+def test_a_newer_version_ends_the_wait_of_a_quarantined_engine() -> None:
     life = lc.Life(EngineState.QUARANTINED, target=4, failures=6, retry_at=100.0)
     quarantined_at = 100.0 - lc._back_off(6, POLICY)
     assert lc.step(life, lc.Answered("?"), lc.Moment(POLICY, quarantined_at + 2, 4))[1] is None
     assert isinstance(lc.step(life, lc.Answered("?"), lc.Moment(POLICY, quarantined_at + 2, 5))[1], lc.Load)
 
 
-def test_one_missed_probe_is_forgiven_and_a_refused_connection_is_not():
+def test_one_missed_probe_is_forgiven_and_a_refused_connection_is_not() -> None:
     serving = lc.Life(EngineState.SERVING, version=1)
     assert lc.step(serving, lc.Silent(), lc.Moment(POLICY, 0.0, 1))[0].state is EngineState.SERVING
     assert lc.step(serving, lc.Silent(refused=True), lc.Moment(POLICY, 0.0, 1))[0].state is EngineState.QUARANTINED
 
 
-def test_a_silent_engine_is_quarantined_then_gone_and_joins_when_it_answers_again():
+def test_a_silent_engine_is_quarantined_then_gone_and_joins_when_it_answers_again() -> None:
     life, states = lc.Life(EngineState.SERVING, version=1), []
     for second in range(12):
         life, _ = lc.step(life, lc.Silent(), lc.Moment(POLICY, float(second), 1))
@@ -194,7 +197,7 @@ def test_a_silent_engine_is_quarantined_then_gone_and_joins_when_it_answers_agai
     assert life.state is EngineState.LOADING
 
 
-def test_a_silent_engine_whose_supervisor_is_silent_too_is_gone_without_further_waiting():
+def test_a_silent_engine_whose_supervisor_is_silent_too_is_gone_without_further_waiting() -> None:
     life, _ = lc.step(lc.Life(EngineState.SERVING, version=1), lc.Silent(True, True), lc.Moment(POLICY, 0.0, 1))
     assert life.state is EngineState.QUARANTINED
     assert lc.step(life, lc.Silent(True, False), lc.Moment(POLICY, 0.5, 1))[0].state is EngineState.QUARANTINED
@@ -204,7 +207,7 @@ def test_a_silent_engine_whose_supervisor_is_silent_too_is_gone_without_further_
 @pytest.mark.parametrize(
     "state", [EngineState.PAUSING, EngineState.UPDATING, EngineState.VERIFYING, EngineState.LOADING]
 )
-def test_an_engine_found_half_way_at_start_up_is_continued_and_then_fully_loaded(state):
+def test_an_engine_found_half_way_at_start_up_is_continued_and_then_fully_loaded(state: EngineState) -> None:
     life = lc.takeover(EngineRecord("e", "http://e", state, version=2), 0.0)
     engine = Engine(weights="3", paused=True)
     assert not EngineRecord("e", "", life.state, life.version).routable
@@ -215,7 +218,7 @@ def test_an_engine_found_half_way_at_start_up_is_continued_and_then_fully_loaded
     assert engine.log.index("Continue") < engine.log.index("Load")
 
 
-def test_an_engine_found_serving_at_start_up_is_read_back_and_not_loaded_again():
+def test_an_engine_found_serving_at_start_up_is_read_back_and_not_loaded_again() -> None:
     life = lc.takeover(EngineRecord("e", "http://e", EngineState.SERVING, version=2), 0.0)
     engine = Engine(weights="2")
     life = run_step(life, engine, "ok", lc.Moment(POLICY, 1.0, 2))
@@ -224,7 +227,7 @@ def test_an_engine_found_serving_at_start_up_is_read_back_and_not_loaded_again()
     assert (life.state, life.version, engine.log[2:]) == (EngineState.SERVING, 2, ["Probe"])
 
 
-def test_nothing_is_loaded_before_a_version_is_published():
+def test_nothing_is_loaded_before_a_version_is_published() -> None:
     life, engine = lc.Life(EngineState.JOINING), Engine()
     life = run_step(life, engine, "ok", lc.Moment(POLICY, 1.0, None))
     assert life.state is EngineState.JOINING

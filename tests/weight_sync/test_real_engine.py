@@ -103,7 +103,7 @@ async def checksums(engine: RealEngine) -> dict[str, str]:
 
 async def test_updates_reach_a_real_engine_verified_exactly_with_and_without_running_requests(
     engine: RealEngine, tmp_path: Path
-):
+) -> None:
     broker = engine.broker
     epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
 
@@ -154,7 +154,8 @@ class Publisher:
     """A trainer that only publishes: each version with its delta to the one before."""
 
     def __init__(self, engine: RealEngine, root: Path) -> None:
-        self._engine, self._root, self._before = engine, root, None
+        self._engine, self._root = engine, root
+        self._before: Path | None = None
         self._epoch = engine.broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
 
     async def publish(self) -> VersionRecord:
@@ -177,7 +178,7 @@ async def is_exactly(engine: RealEngine, record: VersionRecord) -> bool:
     return verdict is Verdict.EXACT and answer["weight_version"] == str(record.version)
 
 
-async def test_copies_made_from_deltas_reach_a_real_engine_exactly(engine: RealEngine, tmp_path: Path):
+async def test_copies_made_from_deltas_reach_a_real_engine_exactly(engine: RealEngine, tmp_path: Path) -> None:
     publisher, keeper = Publisher(engine, tmp_path), Keeper("engine-0", tmp_path / "local", engine.broker)
     async with syncing(engine, drain=True, transport=lambda _wake: Delta(60.0)) as reconciler:
         copies = asyncio.create_task(keeper.run())
@@ -193,14 +194,16 @@ async def test_copies_made_from_deltas_reach_a_real_engine_exactly(engine: RealE
 
 async def test_broadcasts_reach_a_real_engine_exactly_and_a_dead_sender_costs_one_load_from_disk(
     engine: RealEngine, tmp_path: Path
-):
+) -> None:
     publisher = Publisher(engine, tmp_path)
     async with syncing(engine, drain=True, transport=broadcast) as reconciler:
         transport = reconciler.transport
         assert isinstance(transport, Distributed)
         for fallbacks in (0, 0, 1, 1):
             if fallbacks > transport.fallbacks:
-                await transport.links["engine-0"].sender.end()
+                sender = transport.links["engine-0"].sender
+                assert sender is not None
+                await sender.end()
             assert await is_exactly(engine, await publisher.publish())
             assert transport.fallbacks == fallbacks
         assert reconciler.members["engine-0"].figures.verified_exactly == 4
@@ -210,7 +213,7 @@ async def test_broadcasts_reach_a_real_engine_exactly_and_a_dead_sender_costs_on
 @pytest.mark.timeout(900)
 async def test_a_broadcast_brings_both_ranks_of_a_tensor_parallel_engine_what_the_files_would(
     engine_redis: str, tmp_path: Path
-):
+) -> None:
     engine = await asyncio.to_thread(start_engine, tmp_path / "tp2", engine_redis, tensor_parallel=2)
     try:
         publisher, before = Publisher(engine, tmp_path), await checksums(engine)

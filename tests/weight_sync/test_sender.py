@@ -42,7 +42,7 @@ def receive(port: int, sizes: list[int]) -> list[bytes]:
     return received
 
 
-async def test_every_tensor_arrives_bit_for_bit_in_its_bucket(tmp_path):
+async def test_every_tensor_arrives_bit_for_bit_in_its_bucket(tmp_path: Path) -> None:
     folder = Path(write_version(tmp_path, 3).path)
     parts = buckets(folder, REACH.bucket_bytes)
     sender = await Sender.start(REACH)
@@ -64,7 +64,7 @@ async def test_every_tensor_arrives_bit_for_bit_in_its_bucket(tmp_path):
     assert offset == len(content)
 
 
-async def test_a_sender_that_was_killed_or_cannot_start_is_an_error_and_not_a_wait():
+async def test_a_sender_that_was_killed_or_cannot_start_is_an_error_and_not_a_wait() -> None:
     sender = await Sender.start(REACH)
     await sender.end()
     with pytest.raises(SenderFailed):

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -45,7 +45,7 @@ async def serving(w: World, token: str | None = None, timeouts: Timeouts = PATIE
         yield client
 
 
-async def test_sync_answers_200_only_when_every_engine_is_confirmed_with_the_newest_version(w: World):
+async def test_sync_answers_200_only_when_every_engine_is_confirmed_with_the_newest_version(w: World) -> None:
     async with serving(w) as http:
         assert (await http.post("/v1/sync", json={"timeout_s": 5})).status_code == 409
         engines = [w.add_engine("e0"), w.add_engine("e1")]
@@ -64,7 +64,7 @@ async def test_sync_answers_200_only_when_every_engine_is_confirmed_with_the_new
         assert str(w.folder) not in str(versions)
 
 
-async def test_writes_need_the_token_and_bodies_are_bounded(w: World):
+async def test_writes_need_the_token_and_bodies_are_bounded(w: World) -> None:
     async with serving(w, token="s3cret") as http:
         assert (await http.post("/v1/sync")).status_code == 401
         assert (await http.post("/v1/sync", headers={"authorization": "Bearer s3cre"})).status_code == 401
@@ -80,7 +80,7 @@ async def test_writes_need_the_token_and_bodies_are_bounded(w: World):
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-async def test_without_redis_the_service_is_not_ready_and_touches_no_engine(w: World):
+async def test_without_redis_the_service_is_not_ready_and_touches_no_engine(w: World) -> None:
     engine = w.add_engine("e0")
     record = w.publish()
     async with serving(w) as http:
@@ -95,7 +95,7 @@ async def test_without_redis_the_service_is_not_ready_and_touches_no_engine(w: W
     assert len(engine.calls("/update_weights_from_disk")) == 1
 
 
-async def test_the_metrics_are_those_of_the_documentation(w: World):
+async def test_the_metrics_are_those_of_the_documentation(w: World) -> None:
     w.add_engine("e0")
     w.publish()
     async with serving(w) as http:
@@ -109,7 +109,7 @@ async def test_the_metrics_are_those_of_the_documentation(w: World):
 
 
 @contextlib.contextmanager
-def process(file: Path, log: Path):
+def process(file: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`lagrange weight-sync` as a process of its own."""
     with log.open("ab") as out:
         child = subprocess.Popen([sys.executable, "-c", COMMAND, str(file)], stderr=out, stdout=out)
@@ -124,7 +124,7 @@ def process(file: Path, log: Path):
 @pytest.mark.parametrize("mode", ["abort", "drain"])
 def test_killed_in_the_middle_of_an_update_and_started_again_it_continues_and_loads(
     w: World, tmp_path: Path, mode: str
-):
+) -> None:
     port, file, log = free_port(), tmp_path / "config.yaml", tmp_path / "log"
     settings = config(w.url, tmp_path, pause=mode, update_timeout_s=30)
     save_config(
@@ -150,7 +150,7 @@ def test_killed_in_the_middle_of_an_update_and_started_again_it_continues_and_lo
         assert child.wait(10) == 0
 
 
-def test_a_port_in_use_is_one_message_and_an_exit_code(w: World, tmp_path: Path):
+def test_a_port_in_use_is_one_message_and_an_exit_code(w: World, tmp_path: Path) -> None:
     taken = int(w.url.rsplit(":", 1)[1].split("/")[0])
     settings, file = config(w.url, tmp_path), tmp_path / "config.yaml"
     section = settings.weight_sync.model_copy(update={"port": taken})
@@ -163,7 +163,9 @@ def test_a_port_in_use_is_one_message_and_an_exit_code(w: World, tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
-async def test_an_engine_that_its_supervisor_registers_again_during_an_update_is_loaded_from_the_start(w: World):
+async def test_an_engine_that_its_supervisor_registers_again_during_an_update_is_loaded_from_the_start(
+    w: World,
+) -> None:
     engine = w.add_engine("e0")
     record = w.publish()
     async with serving(w, timeouts=Timeouts(probe=20, load=20, pause=20, drain=20)) as http:
@@ -179,7 +181,7 @@ async def test_an_engine_that_its_supervisor_registers_again_during_an_update_is
     assert record.version < second.version
 
 
-async def test_of_two_processes_one_leads_and_the_other_takes_over_when_it_ends(w: World):
+async def test_of_two_processes_one_leads_and_the_other_takes_over_when_it_ends(w: World) -> None:
     engine = w.add_engine("e0")
     async with syncing(w) as first:
         record = w.publish()
@@ -196,7 +198,7 @@ async def test_of_two_processes_one_leads_and_the_other_takes_over_when_it_ends(
     assert engine.paused is None
 
 
-async def test_a_process_that_stands_by_says_so(w: World):
+async def test_a_process_that_stands_by_says_so(w: World) -> None:
     async with syncing(w) as leader:
         await until(leader.lease.leads)
         async with serving(w) as http:
@@ -205,13 +207,13 @@ async def test_a_process_that_stands_by_says_so(w: World):
             assert (await http.get("/v1/engines")).json()["leader"] == leader.lease.identity
 
 
-async def test_without_the_lease_nothing_is_sent_to_an_engine(w: World):
+async def test_without_the_lease_nothing_is_sent_to_an_engine(w: World, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = w.add_engine("e0")
     async with syncing(w) as reconciler:
         await until(lambda: w.record("e0").state is EngineState.JOINING and "e0" in reconciler.members)
         member = reconciler.members["e0"]
         assert (await member._show(reconciler, member.life, lc.Load(1)))[1] is not None
-        reconciler.lease.leads = lambda: False
+        monkeypatch.setattr(reconciler.lease, "leads", lambda: False)
         assert (await member._show(reconciler, member.life, lc.Load(1)))[1] is None
         assert (await member._show(reconciler, member.life, lc.Continue()))[1] == lc.Continue()
         reconciler.lease.leader = "another"

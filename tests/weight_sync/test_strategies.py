@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import httpx
 import pytest
@@ -15,26 +16,28 @@ from tests.weight_sync.live import World, syncing, until
 
 
 @given(st.integers(0, 8), st.integers(1, 4), st.booleans())
-def test_rolling_never_has_more_engines_out_than_allowed(out, at_most, idle):
+def test_rolling_never_has_more_engines_out_than_allowed(out: int, at_most: int, idle: bool) -> None:
     assert may_leave(Strategy("rolling", at_most), out, idle=idle) is (out < at_most)
     assert may_leave(Strategy("all-at-once"), out, idle=idle)
     assert may_leave(Strategy("on-idle"), out, idle=idle) is idle
 
 
-def test_an_engine_that_joins_or_recovers_does_not_hold_back_those_that_serve():
+def test_an_engine_that_joins_or_recovers_does_not_hold_back_those_that_serve() -> None:
     states = [(EngineState.LOADING, -1), (EngineState.VERIFYING, -1), (EngineState.QUARANTINED, -1)]
     assert not any(is_out(*state) for state in states)
     assert is_out(EngineState.UPDATING, 3)
 
 
 @pytest.mark.parametrize("at_most", [1, 2])
-async def test_a_rolling_update_brings_all_engines_to_the_newest_version_a_few_at_a_time(w: World, at_most: int):
+async def test_a_rolling_update_brings_all_engines_to_the_newest_version_a_few_at_a_time(
+    w: World, at_most: int
+) -> None:
     engines = [w.add_engine(f"e{i}") for i in range(3)]
     first = w.publish()
     seen = 0
     async with syncing(w, strategy=Strategy("rolling", at_most)):
         for i in range(3):
-            await until(lambda i=i: w.serves(f"e{i}", first.version))
+            await until(partial(w.serves, f"e{i}", first.version))
         for engine in engines:
             engine.fail("/weights_checker", "hang", seconds=0.1)
         second = w.publish()
@@ -50,7 +53,7 @@ async def test_a_rolling_update_brings_all_engines_to_the_newest_version_a_few_a
     assert seen == at_most
 
 
-async def test_on_idle_waits_for_running_requests_and_then_updates_without_being_told(w: World):
+async def test_on_idle_waits_for_running_requests_and_then_updates_without_being_told(w: World) -> None:
     engine = w.add_engine("e0", token_seconds=0.02)
     first = w.publish()
     async with (

@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from rollout.local_copy import Keeper
 from services.weight_sync.distributed import Distributed, Reach, buckets
 from services.weight_sync.main import transport_of
 from services.weight_sync.reconciler import Reconciler
-from services.weight_sync.transports import Delta, Disk
+from services.weight_sync.transports import Delta, Disk, Transport
 from tests.weight_sync.live import FAST, PATIENT, World, config, syncing, until, write_version
 
 FAKE_SENDER = Path(__file__).parents[1] / "fakes" / "sender.py"
@@ -36,12 +38,12 @@ async def broadcasting(w: World, how: str = "", *, fast: bool = False) -> AsyncI
 
 
 @pytest.mark.parametrize(("name", "kind"), [("disk", Disk), ("delta", Delta), ("distributed", Distributed)])
-def test_the_configuration_chooses_the_way(tmp_path, name, kind):
+def test_the_configuration_chooses_the_way(tmp_path: Path, name: str, kind: type[Transport]) -> None:
     chosen = transport_of(config("redis://127.0.0.1:1/0", tmp_path, transport=name), os.environ, lambda: None)
     assert isinstance(chosen, kind)
 
 
-def test_buckets_hold_every_tensor_once_within_the_limit_and_aligned(tmp_path):
+def test_buckets_hold_every_tensor_once_within_the_limit_and_aligned(tmp_path: Path) -> None:
     folder = Path(write_version(tmp_path, 1).path)
     parts = buckets(folder, 600)
     names = [tensor.name for part in parts for tensor in part]
@@ -50,12 +52,12 @@ def test_buckets_hold_every_tensor_once_within_the_limit_and_aligned(tmp_path):
     assert len(parts) > 1
 
 
-async def test_a_broadcast_is_paused_for_verified_and_flushed_once(w: World):
+async def test_a_broadcast_is_paused_for_verified_and_flushed_once(w: World) -> None:
     engine = w.add_engine("e0")
     async with broadcasting(w) as reconciler:
         for _ in range(2):
             record = w.publish()
-            await until(lambda record=record: w.serves("e0", record.version))
+            await until(partial(w.serves, "e0", record.version))
         assert reconciler.transport.fallbacks == 0
         assert reconciler.members["e0"].figures.verified_exactly == 2
     received = engine.calls("/update_weights_from_distributed")
@@ -68,7 +70,7 @@ async def test_a_broadcast_is_paused_for_verified_and_flushed_once(w: World):
 
 
 @pytest.mark.parametrize("how", ["broken", "deaf"])
-async def test_without_a_sender_the_published_files_are_loaded(w: World, how):
+async def test_without_a_sender_the_published_files_are_loaded(w: World, how: str) -> None:
     engine = w.add_engine("e0")
     async with broadcasting(w, how) as reconciler:
         record = w.publish()
@@ -79,7 +81,7 @@ async def test_without_a_sender_the_published_files_are_loaded(w: World, how):
 
 
 STEPS = ["/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"]
-FAULTS = {
+FAULTS: dict[str, dict[str, Any]] = {
     "refused": {"kind": "drop"},
     "black-hole": {"kind": "hang", "seconds": 3600.0},
     "error": {"kind": "status", "code": 500},
@@ -89,7 +91,9 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", STEPS)
-async def test_whatever_fails_in_a_broadcast_no_wrong_version_is_routable_and_everything_recovers(w: World, path):
+async def test_whatever_fails_in_a_broadcast_no_wrong_version_is_routable_and_everything_recovers(
+    w: World, path: str
+) -> None:
     engine = w.add_engine("e0")
     async with broadcasting(w, fast=True):
         for fault, options in [*FAULTS.items(), ("none", None)]:
@@ -97,13 +101,13 @@ async def test_whatever_fails_in_a_broadcast_no_wrong_version_is_routable_and_ev
             if options:
                 engine.fail(path, times=1, **options)
             record = w.publish()
-            await until(lambda record=record: w.serves("e0", record.version))
+            await until(partial(w.serves, "e0", record.version))
             assert engine.paused is None, fault
     w.check()
     assert not engine.session
 
 
-async def test_a_process_that_takes_over_closes_the_session_that_another_left_open(w: World):
+async def test_a_process_that_takes_over_closes_the_session_that_another_left_open(w: World) -> None:
     engine = w.add_engine("e0")
     engine.session = True
     async with broadcasting(w) as reconciler:
@@ -112,14 +116,14 @@ async def test_a_process_that_takes_over_closes_the_session_that_another_left_op
         assert reconciler.transport.fallbacks == 0
 
 
-async def test_an_engine_loads_the_copy_on_its_own_host(w: World, tmp_path):
+async def test_an_engine_loads_the_copy_on_its_own_host(w: World, tmp_path: Path) -> None:
     engine = w.add_engine("e0")
     keeper = Keeper("e0", tmp_path / "local", w.broker)
     async with syncing(w, transport=lambda _wake: Delta(60.0)) as reconciler:
         copies = asyncio.create_task(keeper.run())
         for _ in range(2):
             record = w.publish()
-            await until(lambda record=record: w.serves("e0", record.version))
+            await until(partial(w.serves, "e0", record.version))
         assert reconciler.transport.fallbacks == 0
         assert reconciler.members["e0"].figures.verified_exactly == 2
         copies.cancel()
@@ -128,7 +132,7 @@ async def test_an_engine_loads_the_copy_on_its_own_host(w: World, tmp_path):
     assert not (tmp_path / "local").exists()
 
 
-async def test_an_engine_without_a_copy_loads_the_published_files_in_the_end(w: World):
+async def test_an_engine_without_a_copy_loads_the_published_files_in_the_end(w: World) -> None:
     engine = w.add_engine("e0")
     async with syncing(w, transport=lambda _wake: Delta(0.2)) as reconciler:
         record = w.publish()
@@ -137,7 +141,7 @@ async def test_an_engine_without_a_copy_loads_the_published_files_in_the_end(w: 
     assert engine.calls("/update_weights_from_disk")[0]["model_path"] == record.path
 
 
-async def test_a_copy_that_is_not_what_it_says_is_quarantined_like_any_other_weights(w: World, tmp_path):
+async def test_a_copy_that_is_not_what_it_says_is_quarantined_like_any_other_weights(w: World, tmp_path: Path) -> None:
     w.add_engine("e0")
     first, other = w.publish(), write_version(tmp_path / "other", 77)
     w.broker.heartbeat_engine("e0", first.version, other.path)

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -102,7 +103,7 @@ async def syncing(pair: RealEngine) -> AsyncIterator[Reconciler]:
     assert reconciler.totals.unexpected_errors == 0
 
 
-async def test_one_serves_while_the_other_is_updated_killed_and_started_again(pair: RealEngine, tmp_path: Path):
+async def test_one_serves_while_the_other_is_updated_killed_and_started_again(pair: RealEngine, tmp_path: Path) -> None:
     broker, publisher = pair.broker, Publisher(pair, tmp_path / "weights")
 
     def serve(version: int, names: tuple[str, ...] = NAMES) -> bool:
@@ -117,7 +118,7 @@ async def test_one_serves_while_the_other_is_updated_killed_and_started_again(pa
 
         for _ in range(5):
             record = await publisher.publish()
-            await until(lambda record=record: serve(record.version), 120)
+            await until(partial(serve, record.version), 120)
         assert client.nowhere == 0
         assert client.answered > 0
 

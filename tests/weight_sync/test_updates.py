@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from broker.queue import Broker
 from broker.snapshot import engine_json
 from broker.types import EngineRecord, EngineState
 from services.weight_sync.reconciler import FORGOTTEN_MS
@@ -23,7 +26,7 @@ CONTROL = [
     "/weights_checker",
     "/continue_generation",
 ]
-FAULTS = {
+FAULTS: dict[str, dict[str, Any]] = {
     "refused": {"kind": "drop"},
     "black-hole": {"kind": "hang", "seconds": 3600.0},
     "error": {"kind": "status", "code": 500},
@@ -33,7 +36,9 @@ FAULTS = {
 }
 
 
-async def test_a_published_version_reaches_the_engine_verified_with_the_cache_flushed_and_nothing_aborted(w: World):
+async def test_a_published_version_reaches_the_engine_verified_with_the_cache_flushed_and_nothing_aborted(
+    w: World,
+) -> None:
     engine = w.add_engine("e0")
     record = w.publish()
     async with syncing(w) as reconciler:
@@ -53,25 +58,27 @@ async def test_a_published_version_reaches_the_engine_verified_with_the_cache_fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONTROL)
-async def test_whatever_fails_no_wrong_version_is_routable_and_everything_recovers(w: World, path):
+async def test_whatever_fails_no_wrong_version_is_routable_and_everything_recovers(w: World, path: str) -> None:
     engine = w.add_engine("e0")
     async with syncing(w, drain=path == "/update_weight_version", timeouts=FAST):
         for fault, options in FAULTS.items():
             record = w.publish()
-            await until(lambda record=record: w.serves("e0", record.version))
+            await until(partial(w.serves, "e0", record.version))
             engine.faults.clear()
             engine.fail(path, times=2, **options)
             record = w.publish()
-            await until(lambda record=record: w.serves("e0", record.version))
+            await until(partial(w.serves, "e0", record.version))
             assert engine.paused is None, fault
     w.check()
     assert engine.continues >= (engine.pauses > 0)
 
 
-async def test_an_engine_with_other_weights_than_the_files_is_quarantined_until_a_full_load_is_verified(w: World):
+async def test_an_engine_with_other_weights_than_the_files_is_quarantined_until_a_full_load_is_verified(
+    w: World,
+) -> None:
     engine = w.add_engine("e0")
 
-    def spoil(answer):
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
         answer["ranks"][0]["checksums"]["model.norm.weight"] = "f" * 16
         return answer
 
@@ -86,7 +93,9 @@ async def test_an_engine_with_other_weights_than_the_files_is_quarantined_until_
         await until(lambda: w.serves("e0", record.version))
 
 
-async def test_a_version_that_is_not_what_its_manifest_says_is_never_loaded_and_the_engine_goes_on_serving(w: World):
+async def test_a_version_that_is_not_what_its_manifest_says_is_never_loaded_and_the_engine_goes_on_serving(
+    w: World,
+) -> None:
     engine = w.add_engine("e0")
     first = w.publish()
     async with syncing(w) as reconciler:
@@ -109,12 +118,12 @@ async def test_a_version_that_is_not_what_its_manifest_says_is_never_loaded_and_
     ]
 
 
-async def test_an_engine_that_hangs_delays_no_other_and_all_are_continued(w: World):
+async def test_an_engine_that_hangs_delays_no_other_and_all_are_continued(w: World) -> None:
     engines = [w.add_engine(f"e{i}") for i in range(3)]
     first = w.publish()
     async with syncing(w, drain=False, timeouts=FAST):
         for i in range(3):
-            await until(lambda i=i: w.serves(f"e{i}", first.version))
+            await until(partial(w.serves, f"e{i}", first.version))
         engines[0].fail("/pause_generation", "hang", times=4, seconds=3600.0)
         second = w.publish()
         await until(lambda: w.serves("e1", second.version) and w.serves("e2", second.version))
@@ -122,7 +131,7 @@ async def test_an_engine_that_hangs_delays_no_other_and_all_are_continued(w: Wor
         assert all(e.paused is None for e in engines)
 
 
-async def test_versions_published_during_an_update_are_skipped_but_for_the_newest(w: World):
+async def test_versions_published_during_an_update_are_skipped_but_for_the_newest(w: World) -> None:
     engine = w.add_engine("e0")
     engine.fail("/update_weights_from_disk", "hang", seconds=0.2)
     w.publish()
@@ -133,7 +142,7 @@ async def test_versions_published_during_an_update_are_skipped_but_for_the_newes
     assert len(engine.calls("/update_weights_from_disk")) <= 3
 
 
-async def test_running_requests_end_under_the_version_that_they_began_with(w: World):
+async def test_running_requests_end_under_the_version_that_they_began_with(w: World) -> None:
     engine = w.add_engine("e0", token_seconds=0.01)
     first = w.publish()
     async with syncing(w), httpx.AsyncClient(base_url=w.record("e0").url, timeout=10) as client:
@@ -149,7 +158,7 @@ async def test_running_requests_end_under_the_version_that_they_began_with(w: Wo
     assert engine.pauses == 0
 
 
-async def test_a_drain_that_takes_too_long_aborts_what_runs_and_continues(w: World):
+async def test_a_drain_that_takes_too_long_aborts_what_runs_and_continues(w: World) -> None:
     engine = w.add_engine("e0", token_seconds=0.1)
     first = w.publish()
     async with syncing(w), httpx.AsyncClient(base_url=w.record("e0").url, timeout=10) as client:
@@ -165,7 +174,7 @@ async def test_a_drain_that_takes_too_long_aborts_what_runs_and_continues(w: Wor
     assert (engine.pauses, engine.paused) == (0, None)
 
 
-async def test_an_engine_that_was_killed_is_not_routable_and_is_loaded_before_it_is_again(w: World):
+async def test_an_engine_that_was_killed_is_not_routable_and_is_loaded_before_it_is_again(w: World) -> None:
     engine = w.add_engine("e0")
     record = w.publish()
     async with syncing(w):
@@ -179,7 +188,7 @@ async def test_an_engine_that_was_killed_is_not_routable_and_is_loaded_before_it
     assert len(engine.calls("/update_weights_from_disk")) == 1
 
 
-async def test_the_record_of_a_host_that_died_an_hour_ago_is_forgotten_and_no_other(w: World):
+async def test_the_record_of_a_host_that_died_an_hour_ago_is_forgotten_and_no_other(w: World) -> None:
     gone = EngineRecord("e1", "http://nowhere:1", EngineState.GONE, pid=7)
     at = w.broker.server_time_ms()
     ages = {"dead": FORGOTTEN_MS + 60_000, "lately": FORGOTTEN_MS - 600_000}
@@ -193,7 +202,7 @@ async def test_the_record_of_a_host_that_died_an_hour_ago_is_forgotten_and_no_ot
     assert {r.engine_id for r in w.broker.engines()} == {"lately", "by-hand", "alive"}
 
 
-async def test_an_engine_that_restarted_behind_our_back_is_found_by_the_name_of_its_weights(w: World):
+async def test_an_engine_that_restarted_behind_our_back_is_found_by_the_name_of_its_weights(w: World) -> None:
     engine = w.add_engine("e0")
     record = w.publish()
     async with syncing(w) as reconciler:
@@ -206,7 +215,7 @@ async def test_an_engine_that_restarted_behind_our_back_is_found_by_the_name_of_
 
 
 @pytest.mark.parametrize("state", [EngineState.PAUSING, EngineState.UPDATING, EngineState.VERIFYING])
-async def test_an_engine_found_half_way_is_continued_and_loaded(w: World, state):
+async def test_an_engine_found_half_way_is_continued_and_loaded(w: World, state: EngineState) -> None:
     engine = w.add_engine("e0")
     record = w.publish()
     engine.paused = "abort"
@@ -218,7 +227,7 @@ async def test_an_engine_found_half_way_is_continued_and_loaded(w: World, state)
     assert len(engine.calls("/update_weights_from_disk")) == 1
 
 
-async def test_stopping_in_the_middle_of_an_update_leaves_no_engine_paused(w: World):
+async def test_stopping_in_the_middle_of_an_update_leaves_no_engine_paused(w: World) -> None:
     engine = w.add_engine("e0")
     w.publish()
     async with syncing(w, drain=False):  # the load does not answer for as long as it may
@@ -229,7 +238,7 @@ async def test_stopping_in_the_middle_of_an_update_leaves_no_engine_paused(w: Wo
     assert not w.record("e0").routable
 
 
-async def test_an_engine_that_leaves_the_registry_is_left_alone(w: World):
+async def test_an_engine_that_leaves_the_registry_is_left_alone(w: World) -> None:
     w.add_engine("e0")
     record = w.publish()
     async with syncing(w) as reconciler:
@@ -238,33 +247,35 @@ async def test_an_engine_that_leaves_the_registry_is_left_alone(w: World):
         await until(lambda: not reconciler.members)
 
 
-def test_the_test_configuration_is_valid(tmp_path):
+def test_the_test_configuration_is_valid(tmp_path: Path) -> None:
     assert config("redis://127.0.0.1:1/0", tmp_path).weights.pause == "drain"
 
 
 class SlowRegistry:
     """The broker, whose list of engines is some time old when it arrives."""
 
-    def __init__(self, broker):
+    def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._broker, name)
 
-    def engines(self):
+    def engines(self) -> tuple[EngineRecord, ...]:
         read = self._broker.engines()
         time.sleep(0.1)
         return read
 
 
-async def test_a_list_of_engines_that_is_old_when_it_arrives_does_not_undo_what_was_confirmed_meanwhile(w: World):
+async def test_a_list_of_engines_that_is_old_when_it_arrives_does_not_undo_what_was_confirmed_meanwhile(
+    w: World,
+) -> None:
     engine = w.add_engine("e0")
-    real, w.broker = w.broker, SlowRegistry(w.broker)
+    real, w.broker = w.broker, cast("Broker", SlowRegistry(w.broker))
     async with syncing(w) as reconciler:
         w.broker = real
         for _ in range(5):
             record = w.publish()
-            await until(lambda record=record: w.serves("e0", record.version))
+            await until(partial(w.serves, "e0", record.version))
         looks = reconciler.totals.looks
         await until(lambda: reconciler.totals.looks > looks + 3)
     assert len(engine.calls("/update_weights_from_disk")) == 5
