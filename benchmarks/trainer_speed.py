@@ -89,9 +89,9 @@ def micro_batches(tiny: TinyModel, vocabulary: int, tokens: int, parts: int) -> 
 
 def bare_step(policy: PolicyModel, batches: Sequence[MicroBatch]) -> None:
     """Forward, backward and update by Megatron alone."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: PLC0415 - after compat.install
+    from megatron.core.pipeline_parallel import get_forward_backward_func  # after compat.install
 
-    from trainer.megatron import schedule  # noqa: PLC0415
+    from trainer.megatron import schedule
 
     parts, total = policy.parts, sum(int(b.loss_mask.sum()) for b in batches)
     items = [schedule.prepare(b, parts, "off", policy.parallel.device) for b in batches]

@@ -222,7 +222,7 @@ def _empty(a: ArrayInfo) -> npt.NDArray[Any]:
 
 def _zstd() -> Any:
     try:
-        import zstandard  # noqa: PLC0415  (optional)
+        import zstandard  # optional
     except ImportError as error:
         raise SchemaMismatch("the zstd codec needs the package zstandard: pip install zstandard") from error
     return zstandard

@@ -57,7 +57,7 @@ def up(
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run's folder, runs/<id>.")] = None,
 ) -> None:
     """Run a whole loop on this machine: Redis, engines, trainer, workers and services."""
-    from services.local import up as local  # noqa: PLC0415
+    from services.local import up as local
 
     raise typer.Exit(local.run(file, overrides=pairs(settings, "--set"), resume=resume))
 
@@ -65,7 +65,7 @@ def up(
 @app.command()
 def check(file: FileArgument, settings: SetOption = None) -> None:
     """Say what a configuration means, and what is wrong with it. Exit code 0: it can run; 2: it cannot."""
-    from configs import check as checks  # noqa: PLC0415
+    from configs import check as checks
 
     config = load_config(file, pairs(settings, "--set"))
     found = checks.errors(config)
@@ -92,7 +92,7 @@ def schema() -> None:
 @app.command()
 def init(config: ConfigOption) -> None:
     """Prepare a run that an orchestrator starts process by process: folder, tiny model, records in Redis."""
-    from services.deployment import initialise  # noqa: PLC0415
+    from services.deployment import initialise
 
     made = initialise(config)
     typer.echo(f"run {made.run.id} is ready: {made.run.folder}, model {made.model.path}")
@@ -105,7 +105,7 @@ def redis_users(
     run: Annotated[str, typer.Option("--run", help="The only run whose keys they may use; *: of every run.")] = "*",
 ) -> None:
     """Make Redis' access control list (aclfile): a user for each role, who may do what the role must."""
-    from services import deployment  # noqa: PLC0415
+    from services import deployment
 
     text = deployment.redis_users(passwords, run)
     if out is None:
@@ -117,7 +117,7 @@ def redis_users(
 @app.command()
 def engine(config: ConfigOption, index: IndexOption = 0) -> None:
     """Start one SGLang engine and register it."""
-    from rollout import engine as process  # noqa: PLC0415
+    from rollout import engine as process
 
     raise typer.Exit(process.main(process_config(config), index))
 
@@ -125,7 +125,7 @@ def engine(config: ConfigOption, index: IndexOption = 0) -> None:
 @app.command()
 def rollout(config: ConfigOption, index: IndexOption = 0) -> None:
     """Start one rollout worker."""
-    from rollout import main as process  # noqa: PLC0415
+    from rollout import main as process
 
     raise typer.Exit(process.main(process_config(config), index))
 
@@ -133,7 +133,7 @@ def rollout(config: ConfigOption, index: IndexOption = 0) -> None:
 @app.command("rollout-pool")
 def rollout_pool(config: ConfigOption) -> None:
     """Keep rollout.workers rollout workers running on a Ray cluster; SIGHUP: read the file again."""
-    from services import ray_workers as process  # noqa: PLC0415
+    from services import ray_workers as process
 
     raise typer.Exit(process.run(config))
 
@@ -141,7 +141,7 @@ def rollout_pool(config: ConfigOption) -> None:
 @app.command()
 def trainer(config: ConfigOption) -> None:
     """Start the trainer, with all its ranks on this machine."""
-    from trainer import main as process  # noqa: PLC0415
+    from trainer import main as process
 
     raise typer.Exit(process.run(process_config(config)))
 
@@ -149,7 +149,7 @@ def trainer(config: ConfigOption) -> None:
 @app.command("weight-sync")
 def weight_sync(config: ConfigOption) -> None:
     """Start the service that carries new versions to the engines."""
-    from services.weight_sync import main as process  # noqa: PLC0415
+    from services.weight_sync import main as process
 
     raise typer.Exit(process.run(process_config(config)))
 
@@ -157,7 +157,7 @@ def weight_sync(config: ConfigOption) -> None:
 @app.command()
 def monitor(config: ConfigOption) -> None:
     """Start the service that shows queue, staleness and ledger over HTTP."""
-    from services.monitor import main as process  # noqa: PLC0415
+    from services.monitor import main as process
 
     raise typer.Exit(process.run(process_config(config)))
 
@@ -178,9 +178,9 @@ def watch(
     every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """Follow a running run until Ctrl-C; it goes on when this ends. A monitor that is away is waited for."""
-    import time  # noqa: PLC0415
+    import time
 
-    from rich.live import Live  # noqa: PLC0415
+    from rich.live import Live
 
     look, close = looker(target, hint="Ctrl-C ends the view, the run goes on")
     try:
@@ -201,8 +201,8 @@ def looker(target: str, hint: str) -> tuple[Callable[[], Any], Callable[[], None
     """How to draw the run at `target` (a folder or a monitor's URL) now, and how to let go of it."""
     if not target.startswith(("http://", "https://")):
         return folder_looker(Path(target), hint)
-    from services.local.live import screen  # noqa: PLC0415
-    from services.monitor.remote import ask, view_of_overview  # noqa: PLC0415
+    from services.local.live import screen
+    from services.monitor.remote import ask, view_of_overview
 
     overview = ask(target, read_secret(API_TOKEN))
     return lambda: screen(view_of_overview(overview(), target, hint)), lambda: None
@@ -210,9 +210,9 @@ def looker(target: str, hint: str) -> tuple[Callable[[], Any], Callable[[], None
 
 def folder_looker(folder: Path, hint: str) -> tuple[Callable[[], Any], Callable[[], None]]:
     """As `looker`, of a run on this machine: asks its Redis."""
-    from broker.queue import Broker  # noqa: PLC0415
-    from services.local.live import ProcessFacts, screen, view_of  # noqa: PLC0415
-    from services.local.metrics import read_metrics  # noqa: PLC0415
+    from broker.queue import Broker
+    from services.local.live import ProcessFacts, screen, view_of
+    from services.local.metrics import read_metrics
 
     config = run_config(folder)
     if config.redis.url is None:
@@ -233,7 +233,7 @@ def folder_looker(folder: Path, hint: str) -> tuple[Callable[[], Any], Callable[
 @app.command()
 def report(folder: RunArgument) -> None:
     """Draw runs/<id>/report.html again from the run's metrics and ledger."""
-    from services.local.report import draw_report  # noqa: PLC0415
+    from services.local.report import draw_report
 
     typer.echo(str(draw_report(folder, run_config(folder))))
 
@@ -244,7 +244,7 @@ add_evaluation_commands(app)
 
 def process_config(file: Path) -> RunConfig:
     """The configuration of one process of a run. Raises ConfigError."""
-    from services.deployment import process_config as derive  # noqa: PLC0415 - `check` and `schema` need no Redis client
+    from services.deployment import process_config as derive  # `check` and `schema` need no Redis client
 
     return derive(file)
 

@@ -130,7 +130,7 @@ class Pool:
 def run(file: Path, *, module: str = MODULE, read: Callable[[Path], RunConfig] = process_config) -> int:
     """Keep the pool until all workers ended well, as they do with the run, or SIGTERM or SIGINT. Raises ConfigError."""
     try:
-        import ray  # noqa: PLC0415 - optional
+        import ray  # optional
     except ImportError as error:
         raise ConfigError("a pool of rollout workers needs Ray: pip install ray==2.60.0.") from error
     config = read(file)
@@ -165,7 +165,7 @@ def run(file: Path, *, module: str = MODULE, read: Callable[[Path], RunConfig] =
 
 def main(arguments: Sequence[str]) -> int:
     """One worker, as an actor starts it: --worker FILE INDEX."""
-    from rollout import main as worker  # noqa: PLC0415 - the pool itself needs none of it
+    from rollout import main as worker  # the pool itself needs none of it
 
     _, file, index = arguments
     return int(worker.main(process_config(Path(file)), int(index)) or 0)

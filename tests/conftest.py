@@ -28,7 +28,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS
 @pytest.fixture
 def redis_url(redis_server: EmbeddedServer) -> str:
     """Address of the session's server, emptied."""
-    import redis  # noqa: PLC0415 (tests without Redis need not import it)
+    import redis  # tests without Redis need not import it
 
     with redis.Redis.from_url(redis_server.url, socket_timeout=10) as client:
         client.flushall()

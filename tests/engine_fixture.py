@@ -93,7 +93,7 @@ def launch_engine(
     directory: Path, redis_url: str, tiny: TinyModel | None = None, **engine: object
 ) -> tuple[RunConfig, Broker, subprocess.Popen[bytes]]:
     """Start `lagrange engine` with a tiny model, and do not wait for it."""
-    from tests.conftest import small_config  # noqa: PLC0415 (conftest imports this module)
+    from tests.conftest import small_config  # conftest imports this module
 
     folder = directory / "model"
     write_tiny_model(tiny or TinyModel(), 0, folder)

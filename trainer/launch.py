@@ -40,7 +40,7 @@ def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
     torchrun on each, or Ray. Raises ConfigError if Ray is asked for and not to be had.
     """
     if config.trainer.launcher == "ray" and "RANK" not in os.environ:
-        from trainer.ray_launch import run_on_ray  # noqa: PLC0415 - optional
+        from trainer.ray_launch import run_on_ray  # optional
 
         return run_on_ray(config, module, arguments)
     ranks = config.trainer.layout.ranks

@@ -39,7 +39,7 @@ AGAIN, USAGE, FATAL, NO_REDIS = 1, 2, 3, 4
 
 def run(config: RunConfig) -> int:
     """Start all ranks on this machine and wait for them; returns the exit code."""
-    from trainer.launch import run_ranks  # noqa: PLC0415 - `lagrange` commands import only what they run
+    from trainer.launch import run_ranks  # `lagrange` commands import only what they run
 
     configure_logs(config.run.id, "trainer")
     try:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def rank_main(config: RunConfig) -> int:
     """Run one rank to its end; returns the exit code."""
-    from trainer.progress import RunFailed  # noqa: PLC0415 - imports torch
+    from trainer.progress import RunFailed  # imports torch
 
     rank = int(os.environ.get("RANK", "0"))
     configure_logs(config.run.id, "trainer" if rank == 0 else f"trainer-{rank}")
@@ -99,11 +99,11 @@ def _check(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
-    from trainer.batch import RouteShape  # noqa: PLC0415 - imports torch
-    from trainer.loop import Trainer  # noqa: PLC0415 - imports torch
-    from trainer.megatron.parallel import parallel  # noqa: PLC0415
-    from trainer.megatron.policy import PolicyModel  # noqa: PLC0415
-    from trainer.sinks import sinks_of  # noqa: PLC0415
+    from trainer.batch import RouteShape  # imports torch
+    from trainer.loop import Trainer  # imports torch
+    from trainer.megatron.parallel import parallel
+    from trainer.megatron.policy import PolicyModel
+    from trainer.sinks import sinks_of
 
     assert config.redis.url is not None
     assert config.model.path is not None
@@ -153,7 +153,7 @@ class Checkpoints:
 
     def stage(self, state: SavedState) -> Callable[[], object]:
         """See the port."""
-        from trainer.megatron.checkpoint import TrainingState, stage_checkpoint  # noqa: PLC0415
+        from trainer.megatron.checkpoint import TrainingState, stage_checkpoint
 
         kept = TrainingState(
             step=state.step,
@@ -168,7 +168,7 @@ class Checkpoints:
 
     def load_newest(self) -> SavedState | None:
         """See the port."""
-        from trainer.megatron.checkpoint import latest, load_checkpoint  # noqa: PLC0415
+        from trainer.megatron.checkpoint import latest, load_checkpoint
 
         folder = latest(self.root)
         if folder is None:

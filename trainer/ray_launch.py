@@ -39,7 +39,7 @@ class Rank:
 
     def place(self) -> tuple[str, int]:
         """(address of this node, a port that is free on it)."""
-        import ray  # noqa: PLC0415 - optional
+        import ray  # optional
 
         return ray.util.get_node_ip_address(), free_port()
 
@@ -71,7 +71,7 @@ def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
     installed, or the cluster has no room for the ranks in time.
     """
     try:
-        import ray  # noqa: PLC0415 - optional
+        import ray  # optional
     except ImportError as error:
         raise ConfigError("trainer.launcher is ray, but ray is not installed: pip install ray==2.60.0.") from error
     connect(ray, config, config.trainer.layout.ranks)
@@ -118,9 +118,9 @@ def connect(ray: Any, config: RunConfig, cpus: int) -> bool:
 
 def _group(config: RunConfig, module: str, arguments: Sequence[str], noted: list[int]) -> int:
     """One life of the group: 0 if all ranks ended well, else the first failure's code; a lost actor is 128 + 9."""
-    import ray  # noqa: PLC0415 - optional
-    from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415
+    import ray  # optional
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     world, settings = config.trainer.layout.ranks, config.trainer.ray
     on_gpu = config.trainer.device == "cuda"

@@ -102,7 +102,7 @@ def worker_beats(snapshot: Snapshot, host: str) -> None:
 
 def model_is_there(file: Path) -> None:
     """The model's folder holds a checkpoint."""
-    from services.deployment import process_config  # noqa: PLC0415 - see the module
+    from services.deployment import process_config  # see the module
 
     path = process_config(file).model.path
     if path is None or not (path / "config.json").is_file():
@@ -111,9 +111,9 @@ def model_is_there(file: Path) -> None:
 
 def snapshot_of(file: Path) -> Snapshot:
     """The run in Redis."""
-    from broker.queue import Broker  # noqa: PLC0415 - see the module
-    from configs import load_config  # noqa: PLC0415
-    from configs.secrets import REDIS_PASSWORD, read_secret  # noqa: PLC0415
+    from broker.queue import Broker  # see the module
+    from configs import load_config
+    from configs.secrets import REDIS_PASSWORD, read_secret
 
     broker = Broker.of_run(load_config(file), read_secret(REDIS_PASSWORD), timeout_s=TIMEOUT_S)
     try:

@@ -37,9 +37,9 @@ def evaluate(
     output: Annotated[Path | None, typer.Option("--output", help="Also append the record to this .jsonl file.")] = None,
 ) -> None:
     """Score a checkpoint on a task: avg@k and pass@k with 95 % intervals. Starts one engine and ends it."""
-    from broker.logs import configure_logs  # noqa: PLC0415
-    from rollout.evaluation.alone import alone_config, evaluate_alone  # noqa: PLC0415
-    from rollout.evaluation.engine import EngineFailed  # noqa: PLC0415
+    from broker.logs import configure_logs
+    from rollout.evaluation.alone import alone_config, evaluate_alone
+    from rollout.evaluation.engine import EngineFailed
 
     configure_logs("", "eval")
     config = alone_config(checkpoint, task, pairs(parameters, "--parameter"), pairs(settings, "--set"))
@@ -56,8 +56,8 @@ def evaluate(
 
 def evaluator(config: ConfigOption) -> None:
     """Evaluate published versions of a run while it trains, on an engine of its own, as `evaluation` says."""
-    from rollout.evaluation.follow import main  # noqa: PLC0415
-    from services.deployment import process_config  # noqa: PLC0415
+    from rollout.evaluation.follow import main
+    from services.deployment import process_config
 
     raise typer.Exit(main(process_config(config)))
 

@@ -77,7 +77,7 @@ def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
 
 def prepare(plan: Plan) -> None:
     """Make the run's folder, the tiny model and the resolved configuration. Raises CannotStart if the disk refuses."""
-    from services.local.tiny_model import write_tiny_model  # noqa: PLC0415 - a run that is refused needs no numpy
+    from services.local.tiny_model import write_tiny_model  # a run that is refused needs no numpy
 
     try:
         plan.logs.mkdir(parents=True, exist_ok=True)

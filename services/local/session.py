@@ -142,7 +142,7 @@ class Session:
             raise CannotStart(f"{name}: cannot be started ({error.strerror}: {command[0]}).") from error
 
     def _redis_command(self) -> list[str]:
-        from broker import server  # noqa: PLC0415 - only an embedded Redis needs it
+        from broker import server  # only an embedded Redis needs it
 
         config = self._plan.config
         return server.command(

@@ -41,7 +41,7 @@ def queue(
     watch: Annotated[bool, typer.Option("--watch", help="Draw again every second until Ctrl-C.")] = False,
 ) -> None:
     """Show the queue at a glance: ledger, ages, bytes, who waits and why."""
-    from services.queue_cli.show import queue_screen  # noqa: PLC0415
+    from services.queue_cli.show import queue_screen
 
     with opened(where) as (broker, _):
         if not watch:
@@ -63,7 +63,7 @@ def list_groups(
     limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="At most that many.")] = 50,
 ) -> None:
     """List groups of one state, those that are used or lost first at the top; `dead`: the dead letters."""
-    from services.queue_cli.show import dead_table, group_table  # noqa: PLC0415
+    from services.queue_cli.show import dead_table, group_table
 
     with opened(where) as (broker, _):
         if state == "dead":
@@ -78,8 +78,8 @@ def list_groups(
 @groups.command()
 def show(where: WhereArgument, group: IdArgument) -> None:
     """Show one group: its record, its samples if the payload is there, and their text if the model is here, too."""
-    from rollout.codec import FileCodec  # noqa: PLC0415
-    from services.queue_cli.show import record_table, samples_table, spoken  # noqa: PLC0415
+    from rollout.codec import FileCodec
+    from services.queue_cli.show import record_table, samples_table, spoken
 
     with opened(where) as (broker, config):
         record = found(broker, group)
@@ -97,7 +97,7 @@ def show(where: WhereArgument, group: IdArgument) -> None:
 @groups.command()
 def dump(where: WhereArgument, group: IdArgument, file: Annotated[Path, typer.Argument(help="To write.")]) -> None:
     """Write a group with its run's settings to a file, for `lagrange replay`."""
-    from services.queue_cli.dump import write_dump  # noqa: PLC0415
+    from services.queue_cli.dump import write_dump
 
     with opened(where) as (broker, config):
         record = found(broker, group)
@@ -126,9 +126,9 @@ def replay(
     tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="Of one token's |log-ratio|.")] = 1e-3,
 ) -> None:
     """Compute a dumped group again on the CPU and show the first difference. Exit code 1 if there is one."""
-    from services.queue_cli import replay as again  # noqa: PLC0415
-    from services.queue_cli.dump import read_dump  # noqa: PLC0415
-    from services.queue_cli.show import replay_table  # noqa: PLC0415
+    from services.queue_cli import replay as again
+    from services.queue_cli.dump import read_dump
+    from services.queue_cli.show import replay_table
 
     held, group, config = read_dump(file)
     result = again.replay(group, config, held.version, model=model, tolerance=tolerance)
@@ -144,7 +144,7 @@ def replay(
 @contextmanager
 def opened(where: Path) -> Iterator[tuple[Broker, RunConfig]]:
     """A handle on the run that a folder or configuration file names. Raises ConfigError and BrokerError."""
-    from broker.queue import Broker  # noqa: PLC0415
+    from broker.queue import Broker
 
     file = where / "config.yaml" if where.is_dir() else where
     if not file.is_file():

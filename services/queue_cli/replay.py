@@ -48,8 +48,8 @@ def replay(
     """version: of the trainer, for lags. model: folder of a Hugging Face checkpoint whose log-probs are pi; dense
     forward passes without routing replay. tolerance: of |log-ratio|, above which a token counts as a difference.
     """
-    from trainer.advantages import group_advantages  # noqa: PLC0415 (torch)
-    from trainer.losses.catalogue import loss_settings  # noqa: PLC0415
+    from trainer.advantages import group_advantages  # imports torch
+    from trainer.losses.catalogue import loss_settings
 
     settings = loss_settings(config)
     rewards = [t.reward for t in group.trajectories]
@@ -80,11 +80,11 @@ def replay(
 
 def model_log_probs(trajectories: Sequence[Trajectory], folder: Path, config: RunConfig) -> list[Float32Array]:
     """For each, float32 [response]: log-probs under a checkpoint, at the run's temperature. Raises ConfigError."""
-    import torch  # noqa: PLC0415
+    import torch
 
     try:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415
-        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError("replay --model needs the package transformers: pip install transformers") from error
     disable_progress_bar()
@@ -112,9 +112,9 @@ def _difference(index: int, row: Row, t: Trajectory, own: Float32Array, toleranc
 
 
 def _reward(group: Group, t: Trajectory, config: RunConfig) -> tuple[float | None, str]:
-    from rollout.codec import FileCodec  # noqa: PLC0415
-    from rollout.tasks import Response  # noqa: PLC0415
-    from rollout.tasks.registry import make_task  # noqa: PLC0415
+    from rollout.codec import FileCodec
+    from rollout.tasks import Response
+    from rollout.tasks.registry import make_task
 
     try:
         task = make_task(group.task, config.run.seed, config.task.parameters)
@@ -127,11 +127,11 @@ def _reward(group: Group, t: Trajectory, config: RunConfig) -> tuple[float | Non
 
 
 def _loss(group: Group, advantages: Sequence[float], policy: Sequence[Float32Array], config: RunConfig) -> float:
-    import torch  # noqa: PLC0415
+    import torch
 
-    from trainer.batch import Sample, pack  # noqa: PLC0415
-    from trainer.losses.catalogue import loss_settings  # noqa: PLC0415
-    from trainer.losses.step import loss_function, prepare  # noqa: PLC0415
+    from trainer.batch import Sample, pack
+    from trainer.losses.catalogue import loss_settings
+    from trainer.losses.step import loss_function, prepare
 
     settings = loss_settings(config)
     samples = [

@@ -73,10 +73,10 @@ def test_a_file_that_is_no_dump_says_so(tmp_path: Path) -> None:
 
 def test_replay_shows_the_first_difference(config: RunConfig, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from broker.types import Ticket  # noqa: PLC0415
-    from rollout.tasks import Response  # noqa: PLC0415
-    from rollout.tasks.registry import make_task  # noqa: PLC0415
-    from tests.broker.helpers import finished  # noqa: PLC0415
+    from broker.types import Ticket
+    from rollout.tasks import Response
+    from rollout.tasks.registry import make_task
+    from tests.broker.helpers import finished
 
     task = make_task("max-digit", config.run.seed, {})
     group = finished(Ticket(5, 0, 0, 1, 0), config.run.id)

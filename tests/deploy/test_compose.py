@@ -177,8 +177,8 @@ def test_every_file_that_it_mounts_exists() -> None:
 
 
 def test_secrets_are_made_once_each_another(tmp_path: object) -> None:
-    import shutil  # noqa: PLC0415
-    from pathlib import Path  # noqa: PLC0415
+    import shutil
+    from pathlib import Path
 
     folder = Path(str(tmp_path)) / "secrets"
     folder.mkdir()

@@ -168,7 +168,7 @@ def test_each_role_does_all_of_its_part(  # noqa: PLR0915 - a life of a run, tol
 
 
 def _published(trainer: Broker, run: Run) -> None:
-    from broker.types import VersionRecord  # noqa: PLC0415
+    from broker.types import VersionRecord
 
     trainer.publish(run.epoch, VersionRecord(run.version, 0, "weights", "sum"))
 

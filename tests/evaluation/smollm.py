@@ -22,7 +22,7 @@ def write_smollm(folder: Path) -> None:
     if not (find_spec("gguf") and find_spec("accelerate")):
         pytest.skip(f"gguf and accelerate are not installed: see {__file__}")
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from safetensors.torch import save_file  # noqa: PLC0415 (torch)
+    from safetensors.torch import save_file  # imports torch
 
     file = next(Path(str(path.locate())) for path in package.files or () if path.suffix == ".gguf")
     named = {"gguf_file": file.name, "local_files_only": True}

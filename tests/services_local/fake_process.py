@@ -44,8 +44,8 @@ def _own_pid() -> int:
 
 def _finish(folder: Path) -> None:
     # Imported here: a test starts dozens of these processes, and one of them finishes.
-    from broker.queue import Broker  # noqa: PLC0415
-    from configs import load_config  # noqa: PLC0415
+    from broker.queue import Broker
+    from configs import load_config
 
     config = load_config(folder / "config.yaml")
     assert config.redis.url is not None

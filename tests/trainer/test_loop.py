@@ -203,7 +203,7 @@ def test_killing_the_trainer_at_any_point_trains_no_group_twice_and_loses_none(
 def test_a_restart_under_an_empty_redis_goes_on_with_the_prompts_of_the_checkpoint(
     config: Any, handle: Broker, redis_url: str
 ) -> None:
-    import redis  # noqa: PLC0415
+    import redis
 
     checkpoints, world = MemoryCheckpoints(), World(config, handle)
     trainer = trainer_of(config, handle, world, checkpoints, stop=lambda: trainer.progress.step >= 4)

@@ -36,7 +36,7 @@ def on_disk(named: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def make(family: str, folder: Path) -> None:
     """Write one family's model and reference."""
-    from transformers import (  # noqa: PLC0415 - slow to import
+    from transformers import (  # slow to import
         LlamaConfig,
         LlamaForCausalLM,
         Qwen2Config,

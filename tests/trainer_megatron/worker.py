@@ -58,7 +58,7 @@ def main_group() -> dist.ProcessGroup:
 
 def weight_tensors(policy: PolicyModel, of: Callable[[Tensor], Tensor]) -> Named:
     """`of` each parameter under Hugging Face names, whole, on every rank."""
-    from trainer.megatron import weights  # noqa: PLC0415 - after compat.install
+    from trainer.megatron import weights  # after compat.install
 
     own: Named = {}
     for parameter, rule in weights.parameters(policy.parts.gpt, policy.shape):
@@ -250,7 +250,7 @@ def replay_own(policy: PolicyModel) -> Named:
 
 def noise(policy: PolicyModel) -> Named:
     """What the random generators give next."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: PLC0415 - after compat.install
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # after compat.install
 
     with get_cuda_rng_tracker().fork():
         tracked = torch.cuda.get_rng_state()

@@ -23,9 +23,9 @@ REACH = Reach(
 
 def receive(port: int, sizes: list[int]) -> list[bytes]:
     """Rank 1: srt/utils/common.py init_custom_process_group, then one flat buffer for each size."""
-    import torch  # noqa: PLC0415 (the other tests of this folder do without)
-    import torch.distributed as dist  # noqa: PLC0415
-    from torch.distributed import distributed_c10d  # noqa: PLC0415
+    import torch  # the other tests of this folder do without
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     c10d: Any = distributed_c10d
     limit = timedelta(seconds=60)

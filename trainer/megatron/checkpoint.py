@@ -58,7 +58,7 @@ def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, k
     folder is durable (fsync) when it returns it; all but `keep` checkpoints are removed, one of the same step is
     replaced. It raises OSError on every rank, with the earlier checkpoints untouched, if one rank cannot write.
     """
-    from trainer.megatron import checkpoint_io  # noqa: PLC0415 - after compat.install, which `parallel` calls
+    from trainer.megatron import checkpoint_io  # after compat.install, which `parallel` calls
 
     staged = checkpoint_io.stage_tensors(policy)
     document = {"format": _FORMAT, "state": dataclasses.asdict(state), "layout": layout_of(policy)}
@@ -173,7 +173,7 @@ def load_checkpoint(policy: PolicyModel, folder: Path) -> TrainingState:
     In another layout the weights are restored and the optimizer starts afresh, which is logged. Raises ConfigError if
     the folder does not hold a checkpoint of this model.
     """
-    from trainer.megatron import checkpoint_io  # noqa: PLC0415 - after compat.install, which `parallel` calls
+    from trainer.megatron import checkpoint_io  # after compat.install, which `parallel` calls
 
     state, layout = read_state(folder), _document(folder)["layout"]
     same = layout == layout_of(policy)

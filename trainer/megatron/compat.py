@@ -41,7 +41,7 @@ def install() -> None:
     installed: Any = torch.cuda.current_device
     if torch.cuda.is_available() or installed is _current_device:
         return
-    from torch import _dynamo  # noqa: F401, PLC0415 - torch.optim imports it on first use; it must see torch unpatched
+    from torch import _dynamo  # noqa: F401 - torch.optim imports it on first use; it must see torch unpatched
 
     _stand_in_modules()
     _cuda_namespace()
@@ -166,10 +166,10 @@ def _tensors() -> None:
 
 def _megatron() -> None:
     """What has to be changed inside megatron itself."""
-    import megatron.core.tensor_parallel.random as rng  # noqa: PLC0415
-    import megatron.core.transformer.moe.token_dispatcher as dispatcher  # noqa: PLC0415
-    from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: PLC0415
-    from megatron.core.tensor_parallel import mappings  # noqa: PLC0415
+    import megatron.core.tensor_parallel.random as rng
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel import mappings
 
     # The tracker's fork() reads the device's generator by ways that need a device (random.py:303-306).
     rng._get_cuda_rng_state = lambda *_, **__: torch.cuda.get_rng_state()

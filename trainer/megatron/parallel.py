@@ -108,8 +108,8 @@ def parallel(config: RunConfig) -> Iterator[Parallel]:
         )
     device = _device(config)
     compat.install()
-    from megatron.core import parallel_state  # noqa: PLC0415 - after compat.install
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415
+    from megatron.core import parallel_state  # after compat.install
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     port = int(os.environ.get("MASTER_PORT", "0")) or (free_port() if world == 1 else 0)

@@ -83,7 +83,7 @@ class PolicyModel:
         trainer.routing_replay is "required". Raises ConfigError when model and layout do not fit, or for a model family
         that is not known.
         """
-        from trainer.megatron.model import build  # noqa: PLC0415 - after compat.install, which `parallel` calls
+        from trainer.megatron.model import build  # after compat.install, which `parallel` calls
 
         shape = read_model_shape(model_folder)
         allowed = config.trainer.routing_replay != "required" if dense_ok is None else dense_ok
@@ -160,7 +160,7 @@ class PolicyModel:
         *,
         training: bool,
     ) -> list[dict[str, Tensor]]:
-        from trainer.megatron import schedule  # noqa: PLC0415 - after compat.install
+        from trainer.megatron import schedule  # after compat.install
 
         mode, device = self.config.trainer.routing_replay, self.parallel.device
         self._finite = None
@@ -235,7 +235,7 @@ class PolicyModel:
         The copy needs no other rank. The writing is collective, may run on any thread beside the training, and must be
         called in the same order on all ranks (see export.write_hf).
         """
-        from trainer.megatron import export  # noqa: PLC0415 - after compat.install
+        from trainer.megatron import export  # after compat.install
 
         staged = export.stage(self.parts.gpt, self.parts.shape)
         return lambda: export.write_hf(staged, self._source, folder, self.parallel.writers)

@@ -111,7 +111,7 @@ def shard_of(rule: Rule) -> Shard:
 
 def parameters(model: Any, shape: ModelShape) -> Iterator[tuple[Any, Rule]]:
     """The parameters of an unwrapped GPTModel with their rules, in the same order on all ranks of one stage."""
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: PLC0415
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     layer_offset = get_transformer_layer_offset(model.config)
     expert_offset = 0

@@ -52,7 +52,7 @@ class _CpuFinder(importlib.abc.MetaPathFinder):
         return None
 
     def _declare(self) -> None:
-        import torch  # noqa: PLC0415 (only the engine's environment has to pay for it)
+        import torch  # only the engine's environment has to pay for it
 
         self._library = torch.library.Library("torchvision", "FRAGMENT")
         for schema in SCHEMAS:

@@ -17,7 +17,7 @@ def register() -> None:
     """Entry point: replace the allocation for device "cpu"."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
-    from sglang.srt.mem_cache.pool_host import common  # noqa: PLC0415 (only SGLang's own processes have it)
+    from sglang.srt.mem_cache.pool_host import common  # only SGLang's own processes have it
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
 
