@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from broker.queue import Broker
-from services.http import MAX_BODY_BYTES
 from tests.monitor.conftest import Run
 from tests.monitor.live import TOKEN, Service, monitor_of, service
 from tests.weight_sync.live import config, redis_server
@@ -96,14 +95,3 @@ def test_weight_sync_answers_as_documented(weight_sync):
 def test_both_answer_as_documented_for_long(monitor, weight_sync):
     assert probe(monitor, examples=1000) > 10_000
     assert probe(weight_sync, examples=1000) > 2000
-
-
-@pytest.mark.slow
-def test_a_body_above_the_limit_is_refused_before_it_is_read(monitor):
-    answer = requests.post(
-        f"{monitor.url}/v1/pause",
-        data=b"x" * (MAX_BODY_BYTES + 1),
-        headers={"authorization": f"Bearer {TOKEN}"},
-        timeout=30,
-    )
-    assert (answer.status_code, answer.json()["error"]["reason"]) == (413, "too-large")

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from broker.types import Refused, Ticket
+from services.http import MAX_BODY_BYTES
 from services.monitor.app import create_app
 from services.monitor.source import Source
 from tests.monitor.conftest import Run
@@ -180,3 +181,8 @@ async def test_another_sites_page_cannot_steer(http):
 async def test_a_body_that_is_no_text_is_refused_as_documented(http):
     answer = await http.post("/v1/pause", content=b"\xff\xfe:F", headers={"content-type": "application/json"})
     assert (answer.status_code, await reason(answer)) == (422, "invalid")
+
+
+async def test_a_body_above_the_limit_is_refused_before_it_is_read(http):
+    answer = await http.post("/v1/pause", content=b"x" * (MAX_BODY_BYTES + 1))
+    assert (answer.status_code, await reason(answer)) == (413, "too-large")
