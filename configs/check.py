@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.load import ConfigError
 from configs.schema import RunConfig
 
 GIB = 1024**3
@@ -106,7 +107,10 @@ def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
 
 
 def shape_of(config: RunConfig) -> ModelShape | None:
-    """The model's sizes: from model.tiny, from config.json if the folder is here, else from a known name, else None."""
+    """The model's sizes: from model.tiny, from config.json if the folder is here, else from a known name, else None.
+
+    Raises ConfigError if config.json is damaged.
+    """
     tiny = config.model.tiny
     if tiny is not None:
         return ModelShape(
@@ -122,7 +126,13 @@ def shape_of(config: RunConfig) -> ModelShape | None:
         )
     path = config.model.path
     if path is not None and (path / "config.json").is_file():
-        return shape_from(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        try:
+            return shape_from(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"model.path: {path}/config.json is not the configuration of a model ({type(error).__name__}: "
+                f"{error}). Copy the checkpoint again."
+            ) from error
     if path is not None and path.name.lower().startswith("qwen3-30b-a3b"):
         return QWEN3_30B_A3B
     return None

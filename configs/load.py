@@ -25,23 +25,48 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
     Raises ConfigError if the file is missing, is not YAML, or does not make a valid RunConfig.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}). Name a file of configs/, for instance configs/local.yaml."
         ) from error
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not text in UTF-8 (byte {error.start}). Save it as UTF-8.") from error
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections (run, lag, model, ...), found {type(tree).__name__}")
     for dotted, value in (overrides or {}).items():
         _assign(tree, dotted, value)
+    return validated(tree, str(path))
+
+
+def validated(tree: Any, where: str) -> RunConfig:
+    """The configuration that a tree of plain values makes. Raises ConfigError, which begins with `where`."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{path}: " + "\n".join(_explain(item) for item in error.errors())) from error
+        raise ConfigError(f"{where}: " + "\n".join(_explain(item) for item in error.errors())) from error
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text holds: plain values. Raises ValueError, also for a key that a mapping has twice."""
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML takes the last of two equal keys without a word; here they are an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def save_config(config: RunConfig, path: Path) -> None:
@@ -68,5 +93,7 @@ def _explain(item: Any) -> str:
         return f"{where}: unknown key. Remove it, or look up its name with `lagrange schema`."
     if item["type"] == "missing":
         return f"{where}: missing. Add it."
-    message = item["msg"].removeprefix("Value error, ")
-    return message if where == "configuration" else f"{where}: {message} (got {item.get('input')!r})"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "value_error":  # a sentence of our own, which shows what may be shown
+        return message if where == "configuration" else f"{where}: {message}"
+    return f"{where}: {message} (got {item.get('input')!r})"

@@ -14,6 +14,7 @@ from broker.access import ROLES, Role, users
 from broker.errors import BrokerUnavailable
 from broker.queue import Broker
 from configs import ConfigError, RunConfig, load_config
+from configs.load import validated
 from configs.secrets import REDIS_PASSWORD, read_secret
 
 REDIS_WAIT_S = 120.0
@@ -31,7 +32,7 @@ def process_config(file: Path) -> RunConfig:
         raise ConfigError(f"{file}: run.id is empty. Name the run, or start it with `lagrange up`.")
     tree = config.model_dump(mode="python")
     tree["model"] = {"path": config.run.folder / "model", "tiny": None}
-    return RunConfig.model_validate(tree)
+    return validated(tree, str(file))
 
 
 def initialise(file: Path) -> RunConfig:
@@ -39,7 +40,7 @@ def initialise(file: Path) -> RunConfig:
 
     Waits for Redis. Returns the configuration that the run's processes use. Raises ConfigError and BrokerError.
     """
-    from services.local.tiny_model import write_tiny_model  # noqa: PLC0415 - processes that only read need no numpy
+    from services.local.tiny_model import write_tiny_model  # processes that only read need no numpy
 
     asked, config = load_config(file), process_config(file)
     problems = deployment_problems(asked)
@@ -80,8 +81,8 @@ def redis_users(passwords: Path, run: str = "*") -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is never seen half written. Raises ConfigError."""
-    aside = path.with_name(f".{path.name}.new")
     try:
+        aside = path.parent / f".{path.name}.new"
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
     except OSError as error:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from configs import ConfigError
+from configs.load import parse_yaml
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration.")]
 
@@ -21,7 +21,7 @@ def pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
         if not equals or not name:
             raise ConfigError(f"{option} {text}: expected NAME=VALUE, as in lag.max=4")
         try:
-            out[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+            out[name] = parse_yaml(value)
+        except ValueError as error:
             raise ConfigError(f"{option} {text}: {value!r} is not a YAML value") from error
     return out

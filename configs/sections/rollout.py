@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from configs.sections.section import Port, Positive, Seconds, Section
+from configs.sections.section import Port, Positive, Processes, Seconds, Section
 
 
 class ShapingSection(Section):
@@ -51,7 +51,7 @@ class TaskSection(Section):
 class RolloutSection(Section):
     """Rollout workers: how samples are drawn."""
 
-    workers: Positive = Field(2, description="Worker processes that `lagrange up` starts.")
+    workers: Processes = Field(2, description="Worker processes that `lagrange up` starts.")
     concurrent_groups: Positive = Field(8, description="Groups that one worker generates at the same time.")
     samples_per_prompt: Positive = Field(16, description="Samples in a group.")
     temperature: float = Field(
@@ -84,8 +84,8 @@ class RolloutSection(Section):
 class EngineSection(Section):
     """SGLang servers and how `lagrange engine` starts them."""
 
-    replicas: Positive = Field(1, description="Engines that `lagrange up` starts.")
-    urls: tuple[str, ...] = Field(
+    replicas: Processes = Field(1, description="Engines that `lagrange up` starts.")
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+")], ...] = Field(
         (), description="Engines that run elsewhere, by base URL; not empty: `lagrange up` starts none."
     )
     host: str = Field("127.0.0.1", description="Address that an engine listens on.")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from configs.sections.section import Port, Positive, Seconds, Section
+
+NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"  # of a folder and of keys: never . or .., and no option
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
 
 class RunSection(Section):
@@ -16,10 +20,10 @@ class RunSection(Section):
     id: str = Field(
         "",
         description="Names the run's keys in Redis and its folder; empty: `lagrange up` makes one.",
-        pattern=r"^[A-Za-z0-9._-]*$",
+        pattern=rf"^({NAME})?$",
         max_length=80,
     )
-    name: str = Field("local", description="Prefix of a generated run id.", pattern=r"^[A-Za-z0-9._-]+$", max_length=48)
+    name: str = Field("local", description="Prefix of a generated run id.", pattern=rf"^{NAME}$", max_length=48)
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seeds the model, the prompts and the trainer.")
     steps: Positive = Field(..., description="Optimizer steps after which the run ends.")
     directory: Path = Field(Path("runs"), description="Folder that holds one folder per run.")
@@ -60,6 +64,23 @@ class RedisSection(Section):
     compression: Literal["none", "zstd"] = Field(
         "none", description="Compress trajectories: fewer bytes for more CPU time (docs/queue.md)."
     )
+
+    @model_validator(mode="after")
+    def _address_is_one_without_secrets(self) -> RedisSection:
+        if self.url is None:
+            return self
+        parts = urlsplit(self.url)
+        if "@" in parts.netloc or "password=" in parts.query:
+            raise ValueError(
+                "redis.url holds a user or a password, which files and logs would show. Set LAGRANGE_REDIS_USER and "
+                "LAGRANGE_REDIS_PASSWORD instead."
+            )
+        if parts.scheme not in REDIS_SCHEMES:
+            raise ValueError(
+                f"redis.url is {self.url!r}, which is no address of a Redis: expected redis://host:port/0, or "
+                f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES[1:])}."
+            )
+        return self
 
     @model_validator(mode="after")
     def _certificates_are_of_use(self) -> RedisSection:

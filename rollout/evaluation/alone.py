@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.load import ConfigError
+from configs.load import ConfigError, validated
 from configs.schema import RunConfig
 from rollout.checkpoint import read_checkpoint
 from rollout.client import InvalidAnswer, Sample, Sampling
@@ -37,10 +37,7 @@ def alone_config(checkpoint: Path, task: str, parameters: Mapping[str, Any], set
         if section not in ("run", "task", "rollout", "engine") or not name:
             raise ConfigError(f"--set {dotted}: an evaluation has run.*, task.*, rollout.* and engine.*")
         tree.setdefault(section, {})[name] = value
-    try:
-        return RunConfig.model_validate(tree)
-    except ValueError as error:
-        raise ConfigError(f"eval: {error}") from error
+    return validated(tree, "eval")
 
 
 async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, version: int = 0) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs import RunConfig
+from configs.load import validated
 
 
 class CannotStart(Exception):
@@ -101,7 +102,7 @@ def resolve(config: RunConfig, run_id: str, directory: Path, *, move_taken_ports
         tree["engine"]["port"] = ports.choose(
             "engine.port", config.engine.port, config.engine.host, config.engine.replicas
         )
-    return RunConfig.model_validate(tree)
+    return validated(tree, str(folder))
 
 
 def embedded_url(port: int) -> str:

@@ -13,6 +13,7 @@ import msgspec
 from broker import wire
 from broker.types import Group
 from configs import ConfigError, RunConfig
+from configs.load import validated
 
 FORMAT = "lagrange-group-1"
 
@@ -48,4 +49,4 @@ def read_dump(path: Path) -> tuple[Dump, Group, RunConfig]:
         raise ConfigError(f"{path} is no dump of a group ({error}). `lagrange groups dump` writes one.") from error
     if dump.format != FORMAT:
         raise ConfigError(f"{path} has format {dump.format!r}, this program reads {FORMAT!r}. Use its release.")
-    return dump, wire.decode(dump.payload, dump.run, dump.group_id), RunConfig.model_validate(dump.config)
+    return dump, wire.decode(dump.payload, dump.run, dump.group_id), validated(dump.config, str(path))

@@ -1,0 +1,95 @@
+"""What is wrong with a file, a value of --set or a checkpoint's config.json is one ConfigError, never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs import ConfigError, load_config
+from configs.check import shape_of
+from configs.load import parse_yaml, validated
+
+LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"run: {name: caf\xe9}", "not text in UTF-8"),
+        ("run: {name: local}".encode("utf-16"), "not text in UTF-8"),
+        (b"[" * 5000, "nested too deeply"),
+        (b"day: 2024-13-45", "not valid YAML: month must be in"),
+        (b"run: {steps: " + b"9" * 5000 + b"}", "not valid YAML"),
+        (b"run: {name: [", "not valid YAML"),
+        (b"lag: {max: 1}\nlag: {max: 900}", "'lag' is there twice"),
+        (b"lag: {max: 1, max: 900}", "'max' is there twice"),
+        (b"- 1", "expected sections"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(str(file))
+
+
+def test_a_key_that_an_anchor_brought_may_be_overridden() -> None:
+    assert parse_yaml("{a: &base {max: 1, min: 0}, b: {<<: *base, max: 2}}")["b"] == {"max": 2, "min": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run.id", ".."),
+        ("run.id", "."),
+        ("run.id", "-x"),
+        ("run.name", "../x"),
+        ("run.steps", 10**26),
+        ("rollout.workers", 10**9),
+        ("engine.replicas", 10**9),
+        ("redis.timeout_s", float("inf")),
+        ("lag.straggler_wait_s", float("inf")),
+        ("trainer.optimizer.learning_rate", float("inf")),
+        ("trainer.loss.parameters", {"x": float("nan")}),
+        ("redis.url", "localhost:6379"),
+        ("redis.url", "http://localhost:6379"),
+        ("redis.url", ""),
+        ("engine.urls", ["localhost:30000"]),
+    ],
+)
+def test_a_value_that_no_run_could_use_is_refused_by_the_name_of_its_field(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        load_config(LOCAL, {name: value})
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:hush@host:6379/0", "rediss://me:hush@host/0", "redis://host/0?password=hush"]
+)
+def test_a_password_in_the_address_of_redis_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="LAGRANGE_REDIS_PASSWORD") as caught:
+        load_config(LOCAL, {"redis.url": url})
+    assert "hush" not in str(caught.value)
+
+
+def test_a_tree_that_is_no_configuration_is_a_message_wherever_it_comes_from() -> None:
+    with pytest.raises(ConfigError, match="dump: run: missing"):
+        validated({}, "dump")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"\xff", b"[]", b'{"model_type": "qwen3_moe"}', b'{"model_type": "qwen3_moe", "num_hidden_layers": null}'],
+)
+def test_a_damaged_config_json_of_a_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    config = load_config(LOCAL, {"model": {"path": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=r"config\.json is not the configuration of a model"):
+        shape_of(config)
+
+
+def test_a_model_of_another_kind_has_no_known_shape(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
+    assert shape_of(load_config(LOCAL, {"model": {"path": str(tmp_path)}})) is None
