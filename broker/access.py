@@ -17,6 +17,9 @@ from broker.errors import BrokerError
 
 Role = Literal["worker", "trainer", "weight-sync", "engine", "monitor", "evaluator", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
+# Nobody can sign in as it, but it keeps all rights: Redis 7.0 loads its append-only file as the default user, and would
+# drop every transaction in it that this user may not run.
+DEFAULT = "user default off resetpass ~* &* +@all"
 CHECK = "check"  # a user without a password that may only PING: for health checks of the server
 
 # What a snapshot shows is read by all: none of it is a secret among the processes of a run.
@@ -85,7 +88,7 @@ def users(passwords: Mapping[Role, str], run: str = "*") -> str:
     run: the run whose keys they are, "*": of every run of the server. Only digests of the passwords are in it.
     """
     lines = [_line(role, password, f"lagrange:{{{run}}}:") for role, password in passwords.items()]
-    return "\n".join(("user default off", f"user {CHECK} on nopass -@all +ping", *lines)) + "\n"
+    return "\n".join((DEFAULT, f"user {CHECK} on nopass -@all +ping", *lines)) + "\n"
 
 
 def _line(role: Role, password: str, prefix: str) -> str:

@@ -137,6 +137,28 @@ def test_with_users_each_signs_in_by_name_and_the_health_check_needs_no_password
         assert subprocess.run(command, env=environment, check=False, timeout=20).returncode == 0
 
 
+def test_with_users_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    """Redis 7.0 loads its append-only file with the rights of the default user, which nobody can sign in as."""
+    (tmp_path / "passwords").mkdir()
+    (tmp_path / "passwords/redis_trainer_password").write_text(PASSWORD, encoding="utf-8")
+    write_whole(tmp_path / "users.acl", redis_users(tmp_path / "passwords"))
+    with started(tmp_path, REDIS_USERS_FILE=str(tmp_path / "users.acl")) as (port, _):
+        with redis.Redis(port=port, username="trainer", password=PASSWORD, socket_timeout=5) as client:
+            answered(client)
+        broker = Broker.connect(f"redis://127.0.0.1:{port}", "r", user="trainer", password=PASSWORD, timeout_s=5)
+        broker.initialise(small_config(tmp_path, **{"run.id": "r"}))
+        epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
+        broker.close()
+    (tmp_path / "bin/redis-server").unlink()
+    (tmp_path / "bin").rmdir()
+    with started(tmp_path, REDIS_USERS_FILE=str(tmp_path / "users.acl")) as (port, _):
+        with redis.Redis(port=port, username="trainer", password=PASSWORD, socket_timeout=5) as client:
+            answered(client)
+        broker = Broker.connect(f"redis://127.0.0.1:{port}", "r", user="trainer", password=PASSWORD, timeout_s=5)
+        assert broker.snapshot().epoch == epoch
+        broker.close()
+
+
 def certificates(folder: Path) -> Path:
     """What deploy/tls/make.sh makes, with Redis' certificate under the names of a Kubernetes TLS secret."""
     folder.mkdir()

@@ -191,6 +191,23 @@ def test_every_container_is_healthy_unprivileged_and_read_only(system: System) -
             assert secret.read_text(encoding="utf-8") not in words
 
 
+ATTEMPTS = """
+import redis
+password = open("/run/secrets/redis_password", encoding="utf-8").read().strip()
+client = redis.Redis(host="redis", username="worker", password=password, socket_timeout=10)
+for command in (("PING",), ("FLUSHALL",), ("HSET", "lagrange:{tiny}:policy", "max_lag", "99")):
+    try:
+        print(client.execute_command(*command))
+    except redis.exceptions.NoPermissionError:
+        print("refused")
+"""
+
+
+def test_a_workers_container_can_neither_flush_nor_steer(system: System) -> None:
+    said = system.compose("exec", "-T", "rollout", "python3", "-c", ATTEMPTS)
+    assert said.split() == ["True", "refused", "refused"]
+
+
 def test_it_trains(system: System) -> None:
     say(f"step 10 after {system.until('step 10', lambda: system.step() >= 10, 2 * PATIENCE_S):.0f} s")
     system.sound()
