@@ -104,7 +104,6 @@ class InvalidTrajectory(ValueError):
 
 def check_trajectory(t: Trajectory) -> None:
     """Raise InvalidTrajectory unless lengths, dtypes, versions and routes agree (see the class)."""
-    n = len(t.response_ids)
     for name, array, dtype in (
         ("prompt_ids", t.prompt_ids, np.int32),
         ("response_ids", t.response_ids, np.int32),
@@ -115,6 +114,7 @@ def check_trajectory(t: Trajectory) -> None:
             raise InvalidTrajectory(
                 f"{name} is {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)} of one dimension"
             )
+    n = len(t.response_ids)
     if not len(t.prompt_ids) or not n:
         raise InvalidTrajectory("prompt and response need at least one token each")
     for name, array in (("log_probs", t.log_probs), ("loss_mask", t.loss_mask)):

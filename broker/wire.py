@@ -171,7 +171,11 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
         raise CorruptPayload(group_id, "checksum does not match")
     body: memoryview | bytes = view[start:]
     if codec == _CODECS["zstd"]:
-        body = _zstd().ZstdDecompressor().decompress(body)
+        zstd = _zstd()
+        try:
+            body = cast(bytes, zstd.ZstdDecompressor().decompress(body))
+        except zstd.ZstdError as error:
+            raise CorruptPayload(group_id, f"cannot be decompressed: {error}") from error
     elif codec != _CODECS["raw"]:
         raise SchemaMismatch(f"payload of group {group_id} has codec {codec}, which this program does not know")
     try:
@@ -181,7 +185,7 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
         if group_id >= 0 and info.group_id != group_id:
             raise CorruptPayload(group_id, f"it holds group {info.group_id}")
         return _assemble(info, body)
-    except (msgspec.MsgspecError, ValueError, KeyError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, OverflowError) as error:
         raise CorruptPayload(group_id, f"malformed: {error}") from error
 
 

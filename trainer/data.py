@@ -31,9 +31,16 @@ class Share:
 
 
 def fetch_share(
-    broker: TrainerBroker, deliveries: Sequence[Delivery], ranks: Ranks, route_shape: RouteShape | None
+    broker: TrainerBroker,
+    deliveries: Sequence[Delivery],
+    ranks: Ranks,
+    route_shape: RouteShape | None,
+    vocabulary: int | None = None,
 ) -> Share:
-    """Fetch and check the groups of this data-parallel rank, balanced over ranks by tokens."""
+    """Fetch and check the groups of this data-parallel rank, balanced over ranks by tokens.
+
+    vocabulary: of the model; a token id outside it would end the trainer, and again after each restart.
+    """
     own = balance([d.total_tokens for d in deliveries], ranks.data_size)[ranks.data_rank]
     ids = [deliveries[i].group_id for i in own]
     groups: list[Group | None] = []
@@ -45,7 +52,7 @@ def fetch_share(
     except BrokerError:
         groups = [_fetch_one(broker, group_id, problems) for group_id in ids]
     for index, group in enumerate(groups):
-        problem = None if group is None else _problem(group, route_shape)
+        problem = None if group is None else _problem(group, route_shape, vocabulary)
         if group is not None and problem:
             problems[group.group_id] = problem
             groups[index] = None
@@ -64,9 +71,12 @@ def _fetch_one(broker: TrainerBroker, group_id: int, problems: dict[int, str]) -
     return None
 
 
-def _problem(group: Group, route_shape: RouteShape | None) -> str | None:
+def _problem(group: Group, route_shape: RouteShape | None, vocabulary: int | None) -> str | None:
     try:
         check_group(group)
+        ids = np.concatenate([part for t in group.trajectories for part in (t.prompt_ids, t.response_ids)])
+        if vocabulary is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
+            return f"a token id is outside 0 .. {vocabulary - 1}"
         traces = [t.routes for t in group.trajectories if t.routes is not None]
         if route_shape is not None and traces:
             check_traces(traces, route_shape)

@@ -61,6 +61,7 @@ class Trainer:
         checkpoints: CheckpointPort,
         sink: Callable[[int], MetricsSink],
         route_shape: RouteShape | None,
+        vocabulary: int | None = None,
         background: Background | None = None,
         stop: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
@@ -68,13 +69,14 @@ class Trainer:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """sink: makes the sink of metrics, given the step that the run resumes from; used on the main rank alone.
-        route_shape: given when routing is replayed. background: where weights and checkpoints are
+        route_shape: given when routing is replayed. vocabulary: of the model, None: token ids are not checked.
+        background: where weights and checkpoints are
         written; default: in the step. stop: whether the process was asked to end. pause: between two looks at the
         queue, so many seconds or less."""
         self.config = config
         self.settings: LossSettings = loss_settings(config)
         self.broker, self.ranks, self.policy, self.checkpoints = broker, ranks, policy, checkpoints
-        self.route_shape = route_shape
+        self.route_shape, self.vocabulary = route_shape, vocabulary
         self.progress = Progress()
         self._make_sink, self._sink = sink, cast(MetricsSink | None, None)
         self._stop, self._clock, self._wall, self._pause = stop, clock, wall, pause
@@ -191,7 +193,7 @@ class Trainer:
             if choice is None:
                 return None
             with watch.measure("fetch_s"):
-                share = fetch_share(self.broker, choice.deliveries, self.ranks, self.route_shape)
+                share = fetch_share(self.broker, choice.deliveries, self.ranks, self.route_shape, self.vocabulary)
                 bad = torch.zeros(len(choice.deliveries), dtype=torch.int64)
                 for index in share.indexes:
                     bad[index] = int(choice.deliveries[index].group_id in share.problems)

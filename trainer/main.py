@@ -126,6 +126,7 @@ def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
             checkpoints=Checkpoints(config, policy),
             sink=lambda step: sinks_of(config, step),
             route_shape=RouteShape(shape.layers, shape.top_k, shape.experts, shape.moe_layers) if replay else None,
+            vocabulary=shape.vocabulary,
             background=Worker(),
             stop=stop,
             pause=doorbell.pause,

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker import wire
 from broker.errors import CorruptPayload, SchemaMismatch, WrongRun
-from broker.types import Group, Trajectory, VersionRun, check_group
+from broker.trajectory import check_trajectory
+from broker.types import Group, InvalidTrajectory, Trajectory, VersionRun, check_group
 
 
 @st.composite
@@ -129,3 +132,41 @@ def test_the_checksum_is_the_message_s_own() -> None:
     other = replace(example(), prompt_index=2)
     assert wire.checksum(wire.encode(example())) == wire.checksum(wire.encode(example()))
     assert wire.checksum(wire.encode(example())) != wire.checksum(wire.encode(other))
+
+
+def forged(codec: int = 0, **changes: Any) -> bytes:
+    """The example with another header of its first array, and a checksum that is right all the same."""
+    data = wire.encode(example())
+    size = wire._HEAD.unpack_from(data)[4]
+    start = wire._FIXED + size + -(wire._FIXED + size) % 16
+    info = msgspec.msgpack.decode(data[wire._FIXED : wire._FIXED + size], type=wire.GroupInfo)
+    first = info.trajectories[0]
+    lying = msgspec.structs.replace(first, prompt_ids=msgspec.structs.replace(first.prompt_ids, **changes))
+    header = msgspec.msgpack.encode(msgspec.structs.replace(info, trajectories=(lying, *info.trajectories[1:])))
+    head = wire._HEAD.pack(wire.MAGIC, wire.SCHEMA_VERSION, codec, 0, len(header), len(data) - start)
+    rest = header + bytes(-(wire._FIXED + len(header)) % 16) + data[start:]
+    return head + wire._DIGEST.pack(xxhash.xxh3_64(head + rest).intdigest()) + rest
+
+
+LIES: list[dict[str, Any]] = [
+    {"shape": (2**62, 2)},
+    {"shape": (2**64 - 1,)},
+    {"shape": (-1, -3)},
+    {"offset": 2**64 - 1},
+    {"offset": -1},
+    {"dtype": "i8"},
+    {"codec": 1},
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_under_a_right_checksum_is_a_corrupt_payload(lie: dict[str, Any]) -> None:
+    assert wire.decode(forged(), "run").trajectories
+    with pytest.raises(CorruptPayload):
+        wire.decode(forged(**lie), "run", 7)
+
+
+def test_an_array_without_a_dimension_is_an_invalid_trajectory() -> None:
+    spoilt = replace(example().trajectories[0], response_ids=np.array(1, np.int32))
+    with pytest.raises(InvalidTrajectory, match="response_ids is int32"):
+        check_trajectory(spoilt)

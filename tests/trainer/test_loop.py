@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from broker.errors import BrokerUnavailable, CorruptPayload, Fenced
 from broker.queue import Broker
+from broker.types import Group
 from tests.conftest import ConfigFactory
 from tests.trainer.sim import BigramPolicy, MemoryCheckpoints, World, records, trainer_of
 from trainer.progress import RunFailed
@@ -254,6 +257,28 @@ def test_a_payload_that_cannot_be_read_is_rejected_and_the_step_goes_on_with_oth
     assert seen.groups.failed == 1
     assert seen.groups.closes
     assert [int(letter["group_id"]) for letter in handle.dead_letters()] == broken
+
+
+def test_a_token_id_that_the_model_does_not_have_is_rejected_before_it_ends_the_trainer(
+    config: Any, handle: Broker
+) -> None:
+    spoilt: list[int] = []
+
+    def fetch(ids: Any) -> Any:
+        spoilt[:] = spoilt or [ids[1]]
+        return [foreign(group) if group.group_id in spoilt else group for group in handle.fetch(ids)]
+
+    def foreign(group: Group) -> Group:
+        first, *others = group.trajectories
+        ids = np.full_like(first.response_ids, 10**6)
+        return replace(group, trajectories=(replace(first, response_ids=ids), *others))
+
+    broker = Wrapped(handle, fetch=fetch)
+    trainer = trainer_of(config, broker, World(config, handle), MemoryCheckpoints(), vocabulary=1000)
+    assert trainer.run() == "finished"
+    (letter,) = handle.dead_letters()
+    assert int(letter["group_id"]) == spoilt[0]
+    assert "token id is outside 0 .. 999" in str(letter["reason"])
 
 
 def test_a_trainer_whose_place_was_taken_stops_and_names_the_newer_epoch(config: Any, handle: Broker) -> None:
