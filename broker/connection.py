@@ -176,7 +176,7 @@ def _client(url: str, user: str | None, password: str | None, timeout_s: float, 
 
 def _text(item: Any) -> Any:
     if isinstance(item, bytes):
-        return item.decode()
+        return item.decode(errors="replace")
     if isinstance(item, list):
         return [_text(part) for part in item]
     return item

@@ -6,15 +6,29 @@ Invariant: nothing is decided here; a handle holds no state of the run but where
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+
+import msgspec
 
 from broker import wire
 from broker.connection import Connection
-from broker.errors import BrokerError, CorruptPayload, NotInitialised
+from broker.errors import BrokerError, CorruptPayload, NotInitialised, SchemaMismatch
 from broker.keys import Keys
 from broker.store import PayloadStore, RedisPayloadStore, store_of_run
 from broker.types import Group
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """A record that does not read as one is an error of the broker: whoever wrote it, nobody else ends by it."""
+    try:
+        yield
+    except (msgspec.MsgspecError, ValueError, LookupError, TypeError) as error:
+        raise SchemaMismatch(
+            f"Redis holds a record that this release cannot read ({type(error).__name__}: {error}). Run all processes "
+            "from one release."
+        ) from error
 
 
 class RunHandle:

@@ -12,7 +12,7 @@ import msgspec
 
 from broker import snapshot as view
 from broker.changes import Changes
-from broker.handle import RunHandle
+from broker.handle import RunHandle, reading
 from broker.types import EngineRecord, EngineState, VersionRecord
 
 
@@ -40,6 +40,7 @@ class RegistryCalls(RunHandle):
         """Forget an engine."""
         self._hash("engines", "hdel", engine_id)
 
+    @reading()
     def engines(self) -> tuple[EngineRecord, ...]:
         """All engines, by id."""
         found = cast(dict[bytes, bytes], self._hash("engines", "hgetall"))
@@ -49,6 +50,7 @@ class RegistryCalls(RunHandle):
         """The newest published version, None before the first."""
         return max(self.versions(), key=lambda record: record.version, default=None)
 
+    @reading()
     def versions(self) -> tuple[VersionRecord, ...]:
         """Published versions that were not forgotten, oldest first."""
         found = cast(dict[bytes, bytes], self._hash("versions", "hgetall"))

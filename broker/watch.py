@@ -10,17 +10,19 @@ from typing import Any, cast
 import msgspec
 
 from broker import snapshot as view
-from broker.handle import RunHandle
+from broker.handle import RunHandle, reading
 from broker.types import GroupRecord, ListedState, Snapshot
 
 
 class WatchCalls(RunHandle):
     """The part of `Broker` that people and the monitor use."""
 
+    @reading()
     def snapshot(self, detail: int = 0, *, names: bool = False) -> Snapshot:
         """Everything at one instant. detail: that many events and dead letters, 0: neither. names: lag by name, too."""
         return view.parse(self._call("snapshot", detail, int(names)))
 
+    @reading()
     def dead_letters(self) -> list[dict[str, Any]]:
         """Prompts that were given up, newest last: group_id, prompt_index, attempt, reason, worker, time_ms."""
         found = cast(dict[bytes, bytes], self._hash("dead", "hgetall"))
@@ -30,23 +32,28 @@ class WatchCalls(RunHandle):
         """Issue the prompt of a dead letter again, with all its tries. False if it is none."""
         return bool(self._call("requeue", prompt_index)[0])
 
+    @reading()
     def groups(self, state: ListedState, limit: int = 100) -> list[GroupRecord]:
         """Groups that are not closed, the first to be used or lost first. `trained`: not yet durable, with filtered."""
         return [view.group_record(item) for item in self._call("groups", state, limit)]
 
+    @reading()
     def group(self, group_id: int) -> GroupRecord | None:
         """One group, None if it is closed (or never was)."""
         found = self._call("groups", "id", group_id)
         return view.group_record(found[0]) if found else None
 
+    @reading()
     def events(self, limit: int = 100) -> list[dict[str, Any]]:
         """The newest events first: time_ms, kind, text. The last 1000 are kept."""
         return [msgspec.json.decode(text) for text in self._newest("events", limit)]
 
+    @reading()
     def evaluations(self, limit: int = 100) -> list[dict[str, Any]]:
         """The newest results first. The last 1000 are kept."""
         return [msgspec.json.decode(text) for text in self._newest("evaluations", limit)]
 
+    @reading()
     def metrics_history(self, limit: int = 1000) -> list[dict[str, Any]]:
         """Metrics of the newest steps first. The last 1000 are kept."""
         return [msgspec.json.decode(text) for text in self._newest("metrics", limit)]

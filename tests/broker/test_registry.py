@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from broker.errors import SchemaMismatch
 from broker.queue import Broker
 from broker.types import (
     EngineRecord,
@@ -53,6 +56,21 @@ def test_a_snapshot_shows_the_whole_run(run: Run) -> None:
     assert seen.engines[0].version == 1
     assert [e["kind"] for e in run.broker.events(1)] == ["engine"]
     assert run.broker.metrics_history() == [{"loss": 0.5}]
+
+
+@pytest.mark.parametrize("record", [b"garbage", b"\xff", b"[]", b"{}"])
+@pytest.mark.parametrize("name", ["engines", "versions"])
+def test_a_record_that_does_not_read_as_one_is_an_error_of_the_broker(run: Run, name: str, record: bytes) -> None:
+    run.broker._connection.client.hset(f"lagrange:{{{run.broker.run_id}}}:{name}", "other", record)
+    for read in (run.broker.snapshot, getattr(run.broker, name)):
+        with pytest.raises(SchemaMismatch, match="from one release"):
+            read()
+
+
+def test_a_worker_that_writes_garbage_of_itself_ends_nobody_who_looks(run: Run) -> None:
+    run.broker._connection.client.hset(f"lagrange:{{{run.broker.run_id}}}:workers", b"\xff", b"\xff{")
+    with pytest.raises(SchemaMismatch, match="from one release"):
+        run.broker.snapshot()
 
 
 def test_memory_at_the_limit_holds_producers_back_and_frees_rollback_payloads_first(
