@@ -60,11 +60,10 @@ def trained(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kills", "fsync"),
     [
-        (20, "always"),
+        pytest.param(20, "always", marks=pytest.mark.timeout(900)),
         pytest.param(250, "always", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
         pytest.param(250, "everysec", marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
     ],

@@ -387,8 +387,13 @@ def schedules(count: int, *phases: Phase) -> settings:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [1000, pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(1000, marks=pytest.mark.timeout(900)),
+        pytest.param(20_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+    ],
+)
 def test_any_schedule_of_commands_and_crashes_keeps_the_guarantees(
     redis_server: EmbeddedServer, tmp_path: Path, count: int
 ) -> None:
