@@ -50,6 +50,6 @@ def client(watched: Watched, *, timeout_s: float, tls: Mapping[str, str], **sett
     limits: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     if watched.tls:
         limits |= {"ssl": True, **tls}
-    sentinels: Any = Sentinel(watched.sentinels, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
+    sentinels: Any = Sentinel(watched.sentinels, sentinel_kwargs=limits)
     made: redis.Redis = sentinels.master_for(watched.service, db=watched.database, **limits, **settings)
     return made

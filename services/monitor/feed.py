@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 EVERY_S = 1.0
 MOST_CLIENTS = 100
@@ -38,7 +38,7 @@ class Feed:
         """Whether another client has to be turned away."""
         return self.clients >= MOST_CLIENTS
 
-    async def follow(self) -> AsyncIterator[bytes]:
+    async def follow(self) -> AsyncGenerator[bytes, None]:
         """Messages from now on, the newest each time."""
         self.clients += 1
         if self._task is None or self._task.done():

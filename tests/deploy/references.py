@@ -145,7 +145,8 @@ def _scale_targets(objects: tuple[Tree, ...]) -> Iterator[str]:
 
 def _policy_ports(objects: tuple[Tree, ...]) -> Iterator[str]:
     """What may go out from A to B on a port may come in at B from A, and the other way round."""
-    out, into = set(), set()
+    out: set[tuple[str, str, object]] = set()
+    into: set[tuple[str, str, object]] = set()
     for policy in _named(objects, "NetworkPolicy").values():
         spec = policy["spec"]
         me = spec["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/component")

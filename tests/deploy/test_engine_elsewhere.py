@@ -14,8 +14,8 @@ from configs.load import ConfigError
 from configs.schema import RunConfig
 from rollout.engine import Supervisor, make_plan
 from tests.conftest import ConfigFactory
-from tests.rollout.helpers import tiny_folder
-from tests.rollout.test_engine import fake_plan, until
+from tests.rollout.helpers import tiny_folder, until
+from tests.rollout.test_engine import fake_plan
 
 
 @pytest.fixture

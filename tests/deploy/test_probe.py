@@ -117,11 +117,11 @@ def test_a_trainer_is_well_while_it_holds_its_lease_and_after_the_run(probe: Mod
 
 def test_a_worker_is_well_if_redis_heard_of_it_lately_and_not_of_another_host(probe: ModuleType) -> None:
     now = a_snapshot()
-    beat = {"worker-0@box-17": {"heartbeat_ms": float(now.time_ms - 1000)}}
+    beat: dict[str, dict[str, float | int | str]] = {"worker-0@box-17": {"heartbeat_ms": float(now.time_ms - 1000)}}
     probe.worker_beats(replace(now, workers=beat), "box")
     with pytest.raises(probe.NotWell):
         probe.worker_beats(replace(now, workers=beat), "ox")
-    old = {"worker-0@box-17": {"heartbeat_ms": float(now.time_ms - 60000)}}
+    old: dict[str, dict[str, float | int | str]] = {"worker-0@box-17": {"heartbeat_ms": float(now.time_ms - 60000)}}
     with pytest.raises(probe.NotWell):
         probe.worker_beats(replace(now, workers=old), "box")
     probe.worker_beats(replace(now, workers={}, status="finished"), "box")

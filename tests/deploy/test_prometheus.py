@@ -119,7 +119,8 @@ def test_the_tests_of_the_rules_pass() -> None:
 def test_every_alert_is_tested_firing_and_silent() -> None:
     alerts = {rule["alert"] for rule in rules() if "alert" in rule}
     (file,) = (DEPLOY / "prometheus/tests").glob("*.yml")
-    fires, silent = set(), set()
+    fires: set[str] = set()
+    silent: set[str] = set()
     for test in yaml.safe_load(file.read_text(encoding="utf-8"))["tests"]:
         for case in test["alert_rule_test"]:
             (fires if case["exp_alerts"] else silent).add(case["alertname"])
@@ -239,6 +240,6 @@ def test_every_panel_and_every_recording_gives_a_series_from_a_live_prometheus(p
 
 def test_a_worker_that_fell_silent_is_not_counted() -> None:
     now = a_snapshot()
-    gone = {"worker-0@h-9": {"heartbeat_ms": float(now.time_ms - 60_000)}}
+    gone: dict[str, dict[str, float | int | str]] = {"worker-0@h-9": {"heartbeat_ms": float(now.time_ms - 60_000)}}
     text = metrics.render(replace(now, workers={**now.workers, **gone}), diagnose(now, None, []))
     assert b"\nlagrange_workers 1.0\n" in text

@@ -364,6 +364,14 @@ def test_passwords_come_from_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="redis_<role>_password"):
         redis_users(tmp_path)
     for role in ("worker", "weight-sync"):
-        (tmp_path / f"redis_{role.replace('-', '_')}_password").write_text(PASSWORDS[role], encoding="utf-8")  # type: ignore[index]
+        (tmp_path / f"redis_{role.replace('-', '_')}_password").write_text(PASSWORDS[role], encoding="utf-8")
     made: Callable[[Path], str] = redis_users
-    assert made(tmp_path) == users({role: PASSWORDS[role] for role in ("worker", "weight-sync")})  # type: ignore[misc]
+    assert made(tmp_path) == users({role: PASSWORDS[role] for role in ("worker", "weight-sync")})
+
+
+@pytest.mark.parametrize("run", ["", "a b", "a*", "one\n+@all", "~*"])
+def test_a_run_that_is_no_run_id_gives_no_rights(tmp_path: Path, run: str) -> None:
+    (tmp_path / "redis_worker_password").write_text("x" * 16, encoding="utf-8")
+    assert "{one}" in redis_users(tmp_path, "one")
+    with pytest.raises(ConfigError, match="is no run id"):
+        redis_users(tmp_path, run)

@@ -21,35 +21,35 @@ def after(lag: int, pressure: float | None, stale: float = 0.0, wait: float = 0.
     return lag if found is None else found.max_lag
 
 
-def test_above_the_budget_the_bound_falls_whatever_it_costs():
+def test_above_the_budget_the_bound_falls_whatever_it_costs() -> None:
     assert after(4, 1.2, stale=0.5, wait=0.9) == 3
 
 
-def test_at_the_lower_limit_it_stays():
+def test_at_the_lower_limit_it_stays() -> None:
     assert after(1, 3.0) == 1
 
 
 @pytest.mark.parametrize("cost", [{"stale": 0.1}, {"wait": 0.5}])
-def test_below_the_band_it_rises_only_if_that_mends_something(cost):
+def test_below_the_band_it_rises_only_if_that_mends_something(cost: dict[str, float]) -> None:
     assert after(4, 0.3, **cost) == 5
     assert after(4, 0.3) == 4
     assert after(8, 0.3, **cost) == 8
 
 
-def test_inside_the_band_nothing_moves():
+def test_inside_the_band_nothing_moves() -> None:
     assert after(4, 0.71, stale=0.5, wait=0.9) == 4
     assert after(4, 1.0, stale=0.5, wait=0.9) == 4
 
 
-def test_nothing_is_decided_on_nothing():
+def test_nothing_is_decided_on_nothing() -> None:
     assert after(4, None, stale=0.5, wait=0.9) == 4
 
 
-def test_a_bound_outside_its_limits_is_brought_back():
+def test_a_bound_outside_its_limits_is_brought_back() -> None:
     assert (after(20, 0.5), after(0, 0.5)) == (8, 1)
 
 
-def test_a_falling_effective_sample_size_is_rising_pressure():
+def test_a_falling_effective_sample_size_is_rising_pressure() -> None:
     by_ess = AdaptiveLagSection(figure="ess", budget=0.8)
     assert pressure(by_ess, [{"ess": 0.9}]) == pytest.approx(0.5)
     assert pressure(by_ess, [{"ess": 0.6}]) == pytest.approx(2.0)
@@ -58,7 +58,9 @@ def test_a_falling_effective_sample_size_is_rising_pressure():
 
 @given(st.integers(0, 30), st.none() | st.floats(0, 10), st.floats(0, 1), st.floats(0, 1))
 @settings(deadline=None)
-def test_it_moves_by_one_and_never_out_of_its_limits(lag, pressed, stale, wait):
+def test_it_moves_by_one_and_never_out_of_its_limits(
+    lag: int, pressed: float | None, stale: float, wait: float
+) -> None:
     new = after(lag, pressed, stale, wait)
     if SETTINGS.min <= lag <= SETTINGS.max:
         assert abs(new - lag) <= 1
@@ -67,7 +69,9 @@ def test_it_moves_by_one_and_never_out_of_its_limits(lag, pressed, stale, wait):
 
 @given(st.integers(0, 2**16), st.integers(1, 8), st.floats(0.008, 0.05), st.integers(1, 8))
 @settings(deadline=None, max_examples=60)
-def test_a_simulated_run_comes_to_rest_inside_its_budget(seed, start, per_version, needed):
+def test_a_simulated_run_comes_to_rest_inside_its_budget(
+    seed: int, start: int, per_version: float, needed: int
+) -> None:
     """Pressure grows with the bound (noise of 5 %), the trainer waits while the bound is below what it needs."""
     noise, lag, moves = random.Random(seed), start, []
     for _ in range(60):
@@ -81,7 +85,7 @@ def test_a_simulated_run_comes_to_rest_inside_its_budget(seed, start, per_versio
     assert turns <= 2, "it swings"
 
 
-def test_a_change_happens_in_redis_once_and_is_an_event_and_needs_a_full_window_before_the_next(run: Run):
+def test_a_change_happens_in_redis_once_and_is_an_event_and_needs_a_full_window_before_the_next(run: Run) -> None:
     source = Source(run.broker, fresh_s=0.0)
     wild = SETTINGS.model_copy(update={"figure": "gate_rate", "budget": 0.2})
     assert once(wild, source.look, run.broker) is None  # no record has the figure

@@ -65,7 +65,9 @@ class Page:
         return str(self.page.text_content(f"#{name}"))
 
 
-def test_the_page_renders_on_a_laptop_and_a_phone_without_an_error_or_a_fault_that_axe_finds(browser, monitor):
+def test_the_page_renders_on_a_laptop_and_a_phone_without_an_error_or_a_fault_that_axe_finds(
+    browser: Any, monitor: Service
+) -> None:
     for scheme, size in SCREENS:
         renders(browser, monitor, scheme, size)
 
@@ -93,7 +95,9 @@ def renders(browser: Any, monitor: Service, scheme: str, size: dict[str, int]) -
     shown.context.close()
 
 
-def test_the_page_follows_the_run_and_survives_a_restart_of_the_monitor(browser, monitor: Service, run: Run):
+def test_the_page_follows_the_run_and_survives_a_restart_of_the_monitor(
+    browser: Any, monitor: Service, run: Run
+) -> None:
     shown = Page(browser, monitor.url, "light", LAPTOP)
     shown.wait("document.getElementById('samples').textContent.includes('version 2, lag now 0')")
     run.step(0.75)

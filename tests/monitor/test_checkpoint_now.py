@@ -43,7 +43,7 @@ async def http(broker: Broker) -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_a_checkpoint_asked_for_over_http_is_saved_after_the_next_step_and_said_in_an_event(
     config: RunConfig, broker: Broker, http: httpx.AsyncClient
-):
+) -> None:
     checkpoints, world = MemoryCheckpoints(), World(config, broker)
 
     def begun() -> contextlib.closing[Trainer]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from broker.types import Refused
@@ -10,17 +12,18 @@ from services.monitor.detail import SHOWN, trained_wait_seconds
 from tests.monitor.conftest import Run
 
 
-def test_staleness_is_told_by_task_engine_and_worker(run: Run):
+def test_staleness_is_told_by_task_engine_and_worker(run: Run) -> None:
     answer = views.staleness(run.broker.snapshot(SHOWN, names=True))
     for by, name in ((answer.by_task, "max-digit"), (answer.by_engine, "engine-0"), (answer.by_worker, "worker-0")):
         assert list(by) == [name]
         assert [(b.lag, b.groups, b.tokens) for b in by[name].waiting.by_lag] == [(2, 20, 60)]
         assert [(b.lag, b.groups, b.tokens) for b in by[name].trained.by_lag] == [(0, 16, 48), (1, 16, 48)]
-        assert by[name].trained.tokens is not None
-        assert by[name].trained.tokens.p95 == 1
+        tokens = by[name].trained.tokens
+        assert tokens is not None
+        assert tokens.p95 == 1
 
 
-def test_what_a_restarted_trainer_takes_back_is_taken_back_by_name_too(run: Run):
+def test_what_a_restarted_trainer_takes_back_is_taken_back_by_name_too(run: Run) -> None:
     run.broker.attach_trainer(checkpoint_step=1, checkpoint_version=1)
     seen = run.broker.snapshot(SHOWN, names=True)
     answer = views.staleness(seen)
@@ -30,7 +33,7 @@ def test_what_a_restarted_trainer_takes_back_is_taken_back_by_name_too(run: Run)
     assert sum(seen.detail.trained_wait_ms.values()) == 16
 
 
-def test_time_in_queue_has_percentiles_of_what_waits_and_of_what_was_trained(run: Run):
+def test_time_in_queue_has_percentiles_of_what_waits_and_of_what_was_trained(run: Run) -> None:
     seen = run.broker.snapshot(SHOWN, names=True)
     waiting = detail.waiting_seconds(seen)
     assert waiting is not None
@@ -41,10 +44,11 @@ def test_time_in_queue_has_percentiles_of_what_waits_and_of_what_was_trained(run
     assert seen.mean_trained_wait_ms / 1000 <= trained.max
 
 
-def test_a_percentile_of_the_time_in_queue_is_the_one_of_the_groups_themselves(run: Run):
+def test_a_percentile_of_the_time_in_queue_is_the_one_of_the_groups_themselves(run: Run) -> None:
     client, waiting = run.broker._connection.client, run.broker._keys.named("waiting")
     now = run.broker.server_time_ms()
-    for index, name in enumerate(client.zrange(waiting, 0, -1)):
+    groups: Any = client.zrange(waiting, 0, -1)
+    for index, name in enumerate(groups):
         client.zadd(waiting, {name: now - 1000 * (index + 1)})  # 1 s to 20 s
     found = detail.waiting_seconds(run.broker.snapshot(SHOWN, names=True))
     assert found is not None
@@ -54,26 +58,26 @@ def test_a_percentile_of_the_time_in_queue_is_the_one_of_the_groups_themselves(r
     assert found.max - found.p50 == pytest.approx(10)
 
 
-def test_events_are_of_the_same_snapshot_and_newest_first(run: Run):
+def test_events_are_of_the_same_snapshot_and_newest_first(run: Run) -> None:
     answer = detail.events(run.broker.snapshot(SHOWN, names=True))
     assert [e.kind for e in answer.events[:2]] == ["engine", "engine"]
     assert answer.events[-1].kind == "attach"
     assert all(e.time_ms <= answer.time_ms for e in answer.events)
 
 
-def test_workers_are_shown_with_whether_they_live(run: Run):
+def test_workers_are_shown_with_whether_they_live(run: Run) -> None:
     answer = detail.workers(run.broker.snapshot(SHOWN, names=True))
     assert answer.alive == 1
     assert (answer.workers[0].worker, answer.workers[0].stats["groups"]) == ("worker-0", 53)
 
 
-def test_versions_are_shown_with_the_engines_that_serve_them_and_without_their_path(run: Run):
+def test_versions_are_shown_with_the_engines_that_serve_them_and_without_their_path(run: Run) -> None:
     answer = detail.versions(run.broker.snapshot(SHOWN, names=True))
     assert [(v.version, v.engines) for v in answer.versions] == [(0, ["engine-0"])]
     assert "secret" not in answer.model_dump_json()
 
 
-def test_a_snapshot_without_detail_answers_the_rest(run: Run):
+def test_a_snapshot_without_detail_answers_the_rest(run: Run) -> None:
     seen = run.broker.snapshot()
     assert seen.detail is None
     assert views.staleness(seen).by_engine == {}
@@ -82,7 +86,7 @@ def test_a_snapshot_without_detail_answers_the_rest(run: Run):
     assert not isinstance(run.broker.admit("worker-0", "engine-0"), Refused)
 
 
-def test_a_worker_that_is_forgotten_leaves_its_sums_under_one_name(run: Run):
+def test_a_worker_that_is_forgotten_leaves_its_sums_under_one_name(run: Run) -> None:
     client = run.broker._connection.client
     client.zadd(run.broker._keys.named("workers_seen"), {"worker-0": 1})
     run.broker.heartbeat_worker("worker-1", {})

@@ -39,56 +39,56 @@ EARLIER = replace(RUNNING, time_ms=RUNNING.time_ms - 60_000, tokens=Tally(traine
 CALM = [{"wait_s": 0.05, "step_s": 1.0, "gate_rate": 0.1, "log_ratio_abs_mean": 0.01, "ess": 0.95, "entropy": 1.0}]
 
 
-def test_a_run_whose_figures_are_all_in_their_bands_is_healthy():
+def test_a_run_whose_figures_are_all_in_their_bands_is_healthy() -> None:
     assert diagnose(RUNNING, EARLIER, CALM).verdict is Verdict.HEALTHY
 
 
-def test_nothing_is_concluded_from_nothing():
+def test_nothing_is_concluded_from_nothing() -> None:
     assert diagnose(replace(RUNNING, tokens=Tally()), None, []).verdict is Verdict.HEALTHY
 
 
-def test_a_trainer_that_waits_is_starved_and_is_told_how_many_engines_to_add():
+def test_a_trainer_that_waits_is_starved_and_is_told_how_many_engines_to_add() -> None:
     found = diagnose(RUNNING, EARLIER, [{**CALM[0], "wait_s": 0.7}])
     assert found.verdict is Verdict.STARVED
     assert "70 %" in found.headline
     assert "add 3 engines" in found.headline
 
 
-def test_a_trainer_that_waits_at_the_bound_is_told_to_raise_the_bound():
+def test_a_trainer_that_waits_at_the_bound_is_told_to_raise_the_bound() -> None:
     full = replace(RUNNING, max_lag=0, groups=Tally(issued=176, generating=16, trained=160))
     assert "raise lag.max above 0" in diagnose(full, EARLIER, [{**CALM[0], "wait_s": 0.7}]).headline
 
 
-def test_workers_that_the_bound_or_memory_holds_back_are_saturated():
+def test_workers_that_the_bound_or_memory_holds_back_are_saturated() -> None:
     now = replace(RUNNING, counters={"admission_wait_bound_seconds": 50.0, "admission_wait_memory_seconds": 40.0})
     found = diagnose(now, EARLIER, CALM)
     assert found.verdict is Verdict.SATURATED
     assert found.figures["admission_blocked_share"] == pytest.approx(0.75)
 
 
-def test_workers_that_wait_for_an_engine_are_sync_bound_and_not_saturated():
+def test_workers_that_wait_for_an_engine_are_sync_bound_and_not_saturated() -> None:
     now = replace(RUNNING, counters={"admission_wait_engine_seconds": 90.0, "admission_wait_seconds": 90.0})
     found = diagnose(now, EARLIER, CALM)
     assert [finding.verdict for finding in found.findings] == [Verdict.SYNC_BOUND]
     assert "75 % of their time for an engine" in found.headline
 
 
-def test_a_full_queue_is_saturated():
+def test_a_full_queue_is_saturated() -> None:
     assert diagnose(replace(RUNNING, groups=Tally(ready=80)), EARLIER, CALM).verdict is Verdict.SATURATED
 
 
-def test_an_engine_that_does_not_follow_is_sync_bound():
+def test_an_engine_that_does_not_follow_is_sync_bound() -> None:
     assert (
         diagnose(replace(RUNNING, engines=(replace(ENGINE, version=8),)), EARLIER, CALM).verdict is Verdict.SYNC_BOUND
     )
 
 
-def test_no_routable_engine_is_sync_bound():
+def test_no_routable_engine_is_sync_bound() -> None:
     now = replace(RUNNING, engines=(replace(ENGINE, state=EngineState.QUARANTINED, version=-1),))
     assert "no engine is routable (quarantined)" in diagnose(now, EARLIER, CALM).headline
 
 
-def test_waste_of_the_last_minute_is_stale_and_old_waste_is_not():
+def test_waste_of_the_last_minute_is_stale_and_old_waste_is_not() -> None:
     now = replace(RUNNING, tokens=Tally(trained=1600, stale=200))
     assert diagnose(now, EARLIER, CALM).verdict is Verdict.STALE
     assert diagnose(now, replace(EARLIER, tokens=Tally(trained=600, stale=200)), CALM).verdict is Verdict.HEALTHY
@@ -98,31 +98,31 @@ def test_waste_of_the_last_minute_is_stale_and_old_waste_is_not():
     "figure",
     [{"gate_rate": 0.9}, {"log_ratio_abs_mean": 2.0}, {"ess": 0.1}, {"entropy": 1e-9}, {"nonfinite_fraction": 0.01}],
 )
-def test_a_figure_of_the_loss_out_of_its_band_is_unstable_and_comes_before_all_else(figure):
+def test_a_figure_of_the_loss_out_of_its_band_is_unstable_and_comes_before_all_else(figure: dict[str, float]) -> None:
     found = diagnose(RUNNING, EARLIER, [{**CALM[0], "wait_s": 0.9, **figure}])
     assert found.verdict is Verdict.UNSTABLE
     assert [f.verdict for f in found.findings] == [Verdict.UNSTABLE, Verdict.STARVED]
 
 
 @pytest.mark.parametrize("figure", [{"gate_rate": 0.9}, {"nonfinite_fraction": 0.01}])
-def test_what_the_trainer_writes_of_sat_in_a_part_of_its_record_is_seen(figure):
+def test_what_the_trainer_writes_of_sat_in_a_part_of_its_record_is_seen(figure: dict[str, float]) -> None:
     calm = {key: value for key, value in CALM[0].items() if key != "gate_rate"}
     assert diagnose(RUNNING, EARLIER, [{**calm, "sat": figure}]).verdict is Verdict.UNSTABLE
 
 
-def test_a_run_that_does_not_run_has_no_verdict():
+def test_a_run_that_does_not_run_has_no_verdict() -> None:
     assert diagnose(replace(RUNNING, status="finished"), EARLIER, CALM).verdict is Verdict.NOT_RUNNING
 
 
 @settings(deadline=None)
 @given(st.floats(0, 1), st.integers(1, 100))
-def test_at_least_one_engine_is_asked_for(share, engines):
+def test_at_least_one_engine_is_asked_for(share: float, engines: int) -> None:
     assert more_engines(share, engines) >= 1
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 50), st.integers(0, 20)))
-def test_a_distribution_is_that_of_the_values_written_out(counts):
+def test_a_distribution_is_that_of_the_values_written_out(counts: dict[int, int]) -> None:
     values = sorted(value for value, n in counts.items() for _ in range(n))
     found = distribution(counts)
     if not values:
@@ -136,13 +136,13 @@ def test_a_distribution_is_that_of_the_values_written_out(counts):
         assert sum(v < got for v in values) < share * len(values)
 
 
-def test_numbers_that_json_cannot_hold_become_null():
+def test_numbers_that_json_cannot_hold_become_null() -> None:
     assert finite({"a": float("nan"), "b": [float("inf"), 1]}) == {"a": None, "b": [None, 1]}
 
 
-def test_a_step_that_was_done_again_after_a_restart_is_shown_once():
+def test_a_step_that_was_done_again_after_a_restart_is_shown_once() -> None:
     assert history([{"step": 2, "reward_mean": 0.9}, {"step": 2, "reward_mean": 0.1}])["reward_mean"] == [0.9]
 
 
-def test_the_wait_is_a_share_of_the_time_of_all_steps():
+def test_the_wait_is_a_share_of_the_time_of_all_steps() -> None:
     assert wait_share([{"wait_s": 1.0, "step_s": 2.0}, {"wait_s": 0.0, "step_s": 2.0}, {"step_s": 9.0}]) == 0.25

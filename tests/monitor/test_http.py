@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from broker.queue import Broker
-from broker.types import EngineRecord, EngineState
+from broker.types import EngineRecord, EngineState, Snapshot
 from services.monitor.app import create_app
 from services.monitor.metrics import METRICS
 from services.monitor.source import Source
@@ -20,7 +21,7 @@ ENDPOINTS = ["run", "queue", "staleness", "engines", "trainer", "ledger", "diagn
 ENDPOINTS += ["events", "evaluations", "samples", "dead-letters", "workers", "versions"]
 
 
-def client_of(source: Source, **options: str) -> httpx.AsyncClient:
+def client_of(source: Source, **options: Any) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(create_app(source, **options), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://monitor")
 
@@ -31,7 +32,9 @@ async def http(run: Run) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_staleness_shows_what_waits_and_what_was_trained_with_their_lag_and_a_ledger_that_closes(http):
+async def test_staleness_shows_what_waits_and_what_was_trained_with_their_lag_and_a_ledger_that_closes(
+    http: httpx.AsyncClient,
+) -> None:
     answer = (await http.get("/v1/staleness")).json()
     assert answer["ready_groups"] == 20
     assert answer["waiting"]["by_lag"] == [{"lag": 2, "groups": 20, "tokens": 60}]
@@ -46,7 +49,7 @@ async def test_staleness_shows_what_waits_and_what_was_trained_with_their_lag_an
     assert {e["engine_id"]: e["publish_lag"] for e in answer["publish_lag"]} == {"engine-0": 2, "engine-1": None}
 
 
-async def test_every_answer_carries_the_time_and_the_version_of_its_snapshot(http):
+async def test_every_answer_carries_the_time_and_the_version_of_its_snapshot(http: httpx.AsyncClient) -> None:
     paths = (await http.get("/openapi.json")).json()["paths"]
     assert {path for path, methods in paths.items() if path.startswith("/v1/") and "get" in methods} == {
         f"/v1/{name}" for name in [*ENDPOINTS, "stream"]
@@ -58,7 +61,7 @@ async def test_every_answer_carries_the_time_and_the_version_of_its_snapshot(htt
         assert answer.json()["time_ms"] > 1_600_000_000_000
 
 
-async def test_the_run_the_trainer_and_the_queue_are_shown(http):
+async def test_the_run_the_trainer_and_the_queue_are_shown(http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/run")).json()["reward_mean"] == 0.5
     trainer = (await http.get("/v1/trainer")).json()
     assert (trainer["step"], trainer["wait_share"]) == (2, 0.6)
@@ -67,16 +70,18 @@ async def test_the_run_the_trainer_and_the_queue_are_shown(http):
     assert (queue["in_flight_groups"], queue["in_flight_limit"]) == (21, 80)
 
 
-async def test_the_page_history_has_one_point_a_step(http):
+async def test_the_page_history_has_one_point_a_step(http: httpx.AsyncClient) -> None:
     assert (await http.get("/v1/overview")).json()["history"]["reward_mean"] == [0.25, 0.5]
 
 
-async def test_no_answer_shows_a_path_or_an_address(http):
+async def test_no_answer_shows_a_path_or_an_address(http: httpx.AsyncClient) -> None:
     for path in [*(f"/v1/{name}" for name in ENDPOINTS), "/", "/metrics"]:
         assert "secret" not in (await http.get(path)).text, path
 
 
-async def test_the_page_is_whole_without_scripts_and_has_nothing_inline_or_from_elsewhere(http):
+async def test_the_page_is_whole_without_scripts_and_has_nothing_inline_or_from_elsewhere(
+    http: httpx.AsyncClient,
+) -> None:
     page = await http.get("/")
     assert page.status_code == 200
     for piece in ("test", "2 / 100", "engine-0", "serving", "closes"):
@@ -88,13 +93,13 @@ async def test_the_page_is_whole_without_scripts_and_has_nothing_inline_or_from_
         assert (await http.get(f"/{file}")).status_code == 200
 
 
-async def test_the_page_escapes_what_engines_say(run: Run, http):
+async def test_the_page_escapes_what_engines_say(run: Run, http: httpx.AsyncClient) -> None:
     evil = EngineRecord("engine-2", "http://x", EngineState.QUARANTINED, detail="<script>alert(1)</script>")
     run.broker.register_engine(evil)
     assert "<script>alert" not in (await http.get("/")).text
 
 
-async def test_prometheus_gets_every_documented_metric_and_no_other(http):
+async def test_prometheus_gets_every_documented_metric_and_no_other(http: httpx.AsyncClient) -> None:
     text = (await http.get("/metrics")).text
     families = set(re.findall(r"^# TYPE (\S+) ", text, re.M))
     assert families == {metric.exposed for metric in METRICS}
@@ -104,7 +109,7 @@ async def test_prometheus_gets_every_documented_metric_and_no_other(http):
     assert "nan" not in text.lower().replace("nanoseconds", "")
 
 
-def test_the_table_in_the_documentation_has_every_metric_with_its_kind_and_labels():
+def test_the_table_in_the_documentation_has_every_metric_with_its_kind_and_labels() -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
@@ -113,7 +118,7 @@ def test_the_table_in_the_documentation_has_every_metric_with_its_kind_and_label
     assert documented == {metric.exposed for metric in METRICS}
 
 
-async def test_without_redis_nothing_is_claimed(run: Run, http):
+async def test_without_redis_nothing_is_claimed(run: Run, http: httpx.AsyncClient) -> None:
     assert (await http.get("/readyz")).status_code == 200
     run.broker._connection.client.shutdown(nosave=True)
     for path in ["/readyz", "/v1/staleness", "/metrics", "/"]:
@@ -124,14 +129,14 @@ async def test_without_redis_nothing_is_claimed(run: Run, http):
     assert (await http.get("/healthz")).status_code == 200
 
 
-async def test_a_run_that_is_not_there_is_not_ready(run: Run):
+async def test_a_run_that_is_not_there_is_not_ready(run: Run) -> None:
     other = Broker.connect(run.url, "other", timeout_s=1.0)
     async with client_of(Source(other)) as http:
         assert (await http.get("/readyz")).status_code == 503
     other.close()
 
 
-async def test_read_endpoints_can_be_made_to_need_a_token(run: Run):
+async def test_read_endpoints_can_be_made_to_need_a_token(run: Run) -> None:
     async with client_of(Source(run.broker), read_token="s3cret") as http:
         assert (await http.get("/v1/queue")).status_code == 401
         assert (await http.get("/v1/queue", headers={"authorization": "Bearer wrong"})).status_code == 401
@@ -139,15 +144,15 @@ async def test_read_endpoints_can_be_made_to_need_a_token(run: Run):
         assert (await http.get("/healthz")).status_code == 200
 
 
-async def test_many_clients_cost_redis_one_snapshot(run: Run):
+async def test_many_clients_cost_redis_one_snapshot(run: Run) -> None:
     asked = []
 
     class Counting:
-        def snapshot(self, detail=0, *, names=False):
+        def snapshot(self, detail: int = 0, *, names: bool = False) -> Snapshot:
             asked.append(1)
             return run.broker.snapshot(detail, names=names)
 
-        def metrics_history(self, limit):
+        def metrics_history(self, limit: int) -> list[dict[str, Any]]:
             return run.broker.metrics_history(limit)
 
     async with client_of(Source(Counting(), fresh_s=60.0)) as http:
@@ -156,7 +161,7 @@ async def test_many_clients_cost_redis_one_snapshot(run: Run):
     assert len(asked) == 1
 
 
-async def test_an_unknown_address_and_a_wrong_method_get_an_error_body(http):
+async def test_an_unknown_address_and_a_wrong_method_get_an_error_body(http: httpx.AsyncClient) -> None:
     for answer in (await http.get("/v1/nothing"), await http.post("/v1/queue"), await http.get("/static/../main.py")):
         assert answer.status_code in (404, 405)
         assert set(answer.json()["error"]) == {"reason", "message"}

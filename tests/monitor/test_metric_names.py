@@ -38,14 +38,14 @@ def counted() -> set[str]:
     return found
 
 
-def test_every_counter_of_workers_and_scripts_is_documented():
+def test_every_counter_of_workers_and_scripts_is_documented() -> None:
     found = counted()
     assert {"generated_tokens", f"admission_wait_{DYNAMIC}_seconds", "stale_at_pull", "steering_refused"} <= found
     assert found - documented("Of workers and of the queue") == set()
 
 
 @pytest.mark.parametrize("loss", ["sat-grpo", "grpo"])
-def test_every_number_of_a_step_record_is_documented(redis_url: str, make_config: ConfigFactory, loss: str):
+def test_every_number_of_a_step_record_is_documented(redis_url: str, make_config: ConfigFactory, loss: str) -> None:
     config = make_config(**{"run.steps": 1, "trainer.loss": {"name": loss, "reference_kl": 0.1}})
     broker = Broker.connect(redis_url, config.run.id, timeout_s=5)
     broker.initialise(config)
@@ -57,7 +57,7 @@ def test_every_number_of_a_step_record_is_documented(redis_url: str, make_config
     assert names - documented("Of the trainer") == set()
 
 
-def test_what_a_living_worker_says_is_served_under_its_name(run: Run):
+def test_what_a_living_worker_says_is_served_under_its_name(run: Run) -> None:
     run.broker.heartbeat_worker("worker-0", {"generated_tokens": 64.0, "groups_in_work": 3, "mood": "good"})
     seen = run.broker.snapshot()
     served = samples(seen, diagnose(seen, None, []))["worker_metric"]

@@ -81,17 +81,17 @@ def weight_sync(tmp_path: Path) -> Iterator[Service]:
 
 
 @pytest.mark.slow
-def test_the_monitor_answers_as_documented(monitor):
+def test_the_monitor_answers_as_documented(monitor: Service) -> None:
     assert probe(monitor, examples=2) > 40
 
 
 @pytest.mark.slow
-def test_weight_sync_answers_as_documented(weight_sync):
+def test_weight_sync_answers_as_documented(weight_sync: Service) -> None:
     assert probe(weight_sync, examples=2) > 5
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_both_answer_as_documented_for_long(monitor, weight_sync):
+def test_both_answer_as_documented_for_long(monitor: Service, weight_sync: Service) -> None:
     assert probe(monitor, examples=1000) > 10_000
     assert probe(weight_sync, examples=1000) > 2000

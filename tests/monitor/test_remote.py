@@ -26,7 +26,7 @@ def drawn(view: object) -> str:
     return captured.get()
 
 
-def test_the_view_from_afar_is_the_view_from_here(run: Run):
+def test_the_view_from_afar_is_the_view_from_here(run: Run) -> None:
     run.broker.register_engine(EngineRecord("engine-2", "http://x", EngineState.QUARANTINED, detail="[bold]no"))
     seen = Source(run.broker).look()
     far = view_of_overview(views.overview(seen.snapshot, seen.before, seen.records).model_dump(mode="json"), "u", "h")
@@ -38,7 +38,7 @@ def test_the_view_from_afar_is_the_view_from_here(run: Run):
 
 
 @pytest.mark.slow
-def test_status_shows_a_remote_run_and_says_what_is_wrong_otherwise(run: Run, tmp_path: Path):
+def test_status_shows_a_remote_run_and_says_what_is_wrong_otherwise(run: Run, tmp_path: Path) -> None:
     with monitor_of(run, tmp_path, LAGRANGE_API_PROTECT_READS="1") as monitor:
         command = [sys.executable, "-m", "services", "status", monitor.url]
         without = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)

@@ -20,7 +20,7 @@ from tests.weight_sync.live import free_port, wait_for
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_prometheus_scrapes_the_monitor_and_has_every_metric_that_has_a_value(run: Run, tmp_path: Path):
+def test_a_prometheus_scrapes_the_monitor_and_has_every_metric_that_has_a_value(run: Run, tmp_path: Path) -> None:
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("no Prometheus: apt-get install prometheus")

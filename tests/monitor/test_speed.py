@@ -62,7 +62,7 @@ async def fastest(run: Run, path: str, tries: int) -> float:
     return min(took)
 
 
-async def test_an_answer_costs_the_same_however_many_groups_wait(run: Run):
+async def test_an_answer_costs_the_same_however_many_groups_wait(run: Run) -> None:
     put(run, 100)
     few = {path: await fastest(run, path, 10) for path in PATHS}
     put(run, GROUPS)
@@ -73,12 +73,12 @@ async def test_an_answer_costs_the_same_however_many_groups_wait(run: Run):
 
 @pytest.mark.soak  # a figure in milliseconds says nothing on a machine that is slow or busy
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_answer_takes_at_most_20_ms(full: Run, path: str):
+async def test_an_answer_takes_at_most_20_ms(full: Run, path: str) -> None:
     assert await fastest(full, path, 30) < 0.020
 
 
 @pytest.mark.soak
-def test_a_scrape_costs_redis_less_than_two_milliseconds_of_its_time(full: Run):
+def test_a_scrape_costs_redis_less_than_two_milliseconds_of_its_time(full: Run) -> None:
     """Redis is single-threaded: a scrape delays training by what it takes, at most ten times a second."""
     client = full.broker._connection.client
 

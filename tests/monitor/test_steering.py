@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ COMMANDS = [("PATCH", "/v1/lag")] + [
 ]
 
 
-def client_of(run: Run, token: str | None = TOKEN, **options: bool) -> httpx.AsyncClient:
+def client_of(run: Run, token: str | None = TOKEN, **options: Any) -> httpx.AsyncClient:
     app = create_app(Source(run.broker, fresh_s=0.0), steer=run.broker, token=token, **options)
     headers = {"authorization": f"Bearer {TOKEN}"}
     return httpx.AsyncClient(
@@ -42,7 +43,9 @@ async def newest(http: httpx.AsyncClient) -> dict[str, str]:
     return found
 
 
-async def test_a_lower_bound_holds_from_the_next_admission_and_pull_and_is_in_the_event_log(run: Run, http):
+async def test_a_lower_bound_holds_from_the_next_admission_and_pull_and_is_in_the_event_log(
+    run: Run, http: httpx.AsyncClient
+) -> None:
     order = {"max_lag": 1, "by": "ada", "reason": "loss spikes"}
     answer = await http.patch("/v1/lag", json=order)
     assert (answer.status_code, answer.json()["detail"]) == (200, "max_lag 4 -> 1")
@@ -56,12 +59,14 @@ async def test_a_lower_bound_holds_from_the_next_admission_and_pull_and_is_in_th
     assert (after["groups"]["stale"], after["ready_groups"], after["closes"]) == (20, 0, True)
 
 
-async def test_a_higher_bound_admits_more(run: Run, http):
+async def test_a_higher_bound_admits_more(run: Run, http: httpx.AsyncClient) -> None:
     assert (await http.patch("/v1/lag", json={"max_lag": 9})).status_code == 200
     assert (await http.get("/v1/queue")).json()["in_flight_limit"] == 160
 
 
-async def test_a_bound_below_what_the_publish_interval_needs_is_refused_and_logged(run: Run, http):
+async def test_a_bound_below_what_the_publish_interval_needs_is_refused_and_logged(
+    run: Run, http: httpx.AsyncClient
+) -> None:
     run.broker._connection.client.hset(run.broker._keys.policy, "publish_interval", 4)
     answer = await http.patch("/v1/lag", json={"max_lag": 2})
     assert (answer.status_code, await reason(answer)) == (409, "interval")
@@ -69,13 +74,13 @@ async def test_a_bound_below_what_the_publish_interval_needs_is_refused_and_logg
     assert (await http.get("/v1/run")).json()["max_lag"] == 4
 
 
-async def test_a_bound_that_somebody_else_changed_meanwhile_is_not_overwritten(http):
+async def test_a_bound_that_somebody_else_changed_meanwhile_is_not_overwritten(http: httpx.AsyncClient) -> None:
     assert (await http.patch("/v1/lag", json={"max_lag": 6, "expected": 4})).status_code == 200
     answer = await http.patch("/v1/lag", json={"max_lag": 2, "expected": 4})
     assert (answer.status_code, await reason(answer)) == (409, "changed")
 
 
-async def test_a_pause_stops_admission_and_resume_lets_it_go_on(run: Run, http):
+async def test_a_pause_stops_admission_and_resume_lets_it_go_on(run: Run, http: httpx.AsyncClient) -> None:
     assert (await http.post("/v1/pause")).status_code == 200
     refused = run.broker.admit("worker-0", "engine-0")
     assert isinstance(refused, Refused)
@@ -85,7 +90,9 @@ async def test_a_pause_stops_admission_and_resume_lets_it_go_on(run: Run, http):
     assert isinstance(run.broker.admit("worker-0", "engine-0"), Ticket)
 
 
-async def test_a_drain_trains_what_is_in_flight_survives_a_restarted_trainer_and_ends_with_resume(run: Run, http):
+async def test_a_drain_trains_what_is_in_flight_survives_a_restarted_trainer_and_ends_with_resume(
+    run: Run, http: httpx.AsyncClient
+) -> None:
     assert (await http.post("/v1/drain")).status_code == 200
     seen = (await http.get("/v1/run")).json()
     assert (seen["status"], seen["drained"]) == ("draining", False)
@@ -97,7 +104,7 @@ async def test_a_drain_trains_what_is_in_flight_survives_a_restarted_trainer_and
     assert (await http.get("/v1/run")).json()["status"] == "running"
 
 
-async def test_a_checkpoint_is_asked_for_until_the_commit_of_that_step(run: Run, http):
+async def test_a_checkpoint_is_asked_for_until_the_commit_of_that_step(run: Run, http: httpx.AsyncClient) -> None:
     assert run.broker.checkpoint_asked() == -1
     assert (await http.post("/v1/checkpoint")).status_code == 200
     assert run.broker.checkpoint_asked() == 2
@@ -111,13 +118,15 @@ async def test_a_checkpoint_is_asked_for_until_the_commit_of_that_step(run: Run,
     assert (again.status_code, await reason(again)) == (409, "nothing-new")
 
 
-async def test_a_checkpoint_without_a_living_trainer_is_refused(run: Run, http):
+async def test_a_checkpoint_without_a_living_trainer_is_refused(run: Run, http: httpx.AsyncClient) -> None:
     run.broker._connection.client.hset(run.broker._keys.policy, "trainer_deadline", 1)
     answer = await http.post("/v1/checkpoint")
     assert (answer.status_code, await reason(answer)) == (409, "no-trainer")
 
 
-async def test_an_evaluation_needs_a_living_evaluator_and_is_asked_for_until_it_begins(run: Run, http):
+async def test_an_evaluation_needs_a_living_evaluator_and_is_asked_for_until_it_begins(
+    run: Run, http: httpx.AsyncClient
+) -> None:
     answer = await http.post("/v1/evaluate")
     assert (answer.status_code, await reason(answer)) == (409, "no-evaluator")
     assert run.broker.evaluator(30.0) is False
@@ -127,14 +136,14 @@ async def test_an_evaluation_needs_a_living_evaluator_and_is_asked_for_until_it_
     assert run.broker.evaluator(30.0) is False
 
 
-async def test_a_run_that_is_over_takes_no_command(run: Run, http):
+async def test_a_run_that_is_over_takes_no_command(run: Run, http: httpx.AsyncClient) -> None:
     run.broker.set_status("finished")
     for method, path in COMMANDS[:-1]:
         answer = await http.request(method, path, json={"max_lag": 3} if method == "PATCH" else {})
         assert (answer.status_code, await reason(answer)) == (409, "ended"), path
 
 
-async def test_a_dead_letter_is_shown_and_issued_again(run: Run, http):
+async def test_a_dead_letter_is_shown_and_issued_again(run: Run, http: httpx.AsyncClient) -> None:
     ticket = run.broker.admit("worker-0", "engine-0")
     assert isinstance(ticket, Ticket)
     run.broker.fail(ticket.group_id, "worker-0", "no reward", tokens=3, final=True)
@@ -148,7 +157,7 @@ async def test_a_dead_letter_is_shown_and_issued_again(run: Run, http):
 
 
 @pytest.mark.parametrize(("method", "path"), COMMANDS)
-async def test_every_command_needs_the_token(run: Run, http, method, path):
+async def test_every_command_needs_the_token(run: Run, http: httpx.AsyncClient, method: str, path: str) -> None:
     body = {"max_lag": 3} if method == "PATCH" else {}
     for sent in ({"authorization": "Bearer wrong"}, {"authorization": ""}, {"authorization": f"Basic {TOKEN}"}):
         answer = await http.request(method, path, json=body, headers=sent)
@@ -156,7 +165,7 @@ async def test_every_command_needs_the_token(run: Run, http, method, path):
     assert all(e["kind"] not in ("steer", "steer-refused") for e in (await http.get("/v1/events")).json()["events"])
 
 
-async def test_a_monitor_without_a_token_steers_nothing_unless_told_that_something_else_decides(run: Run):
+async def test_a_monitor_without_a_token_steers_nothing_unless_told_that_something_else_decides(run: Run) -> None:
     async with client_of(run, token=None) as http:
         answer = await http.post("/v1/pause")
         assert (answer.status_code, await reason(answer)) == (403, "no-token")
@@ -167,22 +176,24 @@ async def test_a_monitor_without_a_token_steers_nothing_unless_told_that_somethi
 @pytest.mark.parametrize(
     "body", [{}, {"max_lag": -1}, {"max_lag": 5000}, {"max_lag": 1, "more": 2}, {"max_lag": 1, "by": "a\nb"}]
 )
-async def test_an_order_that_is_not_one_is_refused_with_the_field(http, body):
+async def test_an_order_that_is_not_one_is_refused_with_the_field(
+    http: httpx.AsyncClient, body: dict[str, object]
+) -> None:
     answer = await http.patch("/v1/lag", json=body)
     assert answer.status_code == 422
     assert answer.json()["error"]["message"].startswith("body.")
 
 
-async def test_another_sites_page_cannot_steer(http):
+async def test_another_sites_page_cannot_steer(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/pause", headers={"sec-fetch-site": "cross-site"})
     assert (answer.status_code, await reason(answer)) == (403, "cross-site")
 
 
-async def test_a_body_that_is_no_text_is_refused_as_documented(http):
+async def test_a_body_that_is_no_text_is_refused_as_documented(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/pause", content=b"\xff\xfe:F", headers={"content-type": "application/json"})
     assert (answer.status_code, await reason(answer)) == (422, "invalid")
 
 
-async def test_a_body_above_the_limit_is_refused_before_it_is_read(http):
+async def test_a_body_above_the_limit_is_refused_before_it_is_read(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/pause", content=b"x" * (MAX_BODY_BYTES + 1))
     assert (answer.status_code, await reason(answer)) == (413, "too-large")

@@ -15,7 +15,7 @@ from tests.monitor.live import monitor_of
 from tests.weight_sync.live import until
 
 
-async def test_a_message_is_made_once_for_all_clients_and_a_slow_one_gets_the_newest():
+async def test_a_message_is_made_once_for_all_clients_and_a_slow_one_gets_the_newest() -> None:
     made = 0
 
     async def produce() -> bytes:
@@ -37,7 +37,7 @@ async def test_a_message_is_made_once_for_all_clients_and_a_slow_one_gets_the_ne
     await until(lambda: feed._task is not None and feed._task.done())
 
 
-async def test_streams_end_when_the_service_leaves():
+async def test_streams_end_when_the_service_leaves() -> None:
     leaving = False
 
     async def produce() -> bytes:
@@ -54,11 +54,11 @@ async def test_streams_end_when_the_service_leaves():
     assert await asyncio.wait_for(reader, 10) >= 2
 
 
-def test_a_message_is_one_event():
+def test_a_message_is_one_event() -> None:
     assert message("overview", "{}", 7) == b"id: 7\nevent: overview\ndata: {}\n\n"
 
 
-def test_a_client_hears_of_a_step_and_the_service_stops_although_it_listens(run: Run, tmp_path: Path):
+def test_a_client_hears_of_a_step_and_the_service_stops_although_it_listens(run: Run, tmp_path: Path) -> None:
     with monitor_of(run, tmp_path) as monitor:
         steps: list[int] = []
         with httpx.stream("GET", f"{monitor.url}/v1/stream", timeout=60, trust_env=False) as answer:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.deploy.docker.base_image import write_base
 
@@ -47,20 +48,18 @@ def socket_of(folder: Path) -> str:
     return f"unix://{folder}/docker.sock"
 
 
-def docker(
-    folder: Path, *words: str | Path, timeout_s: float = 600, **more: object
-) -> subprocess.CompletedProcess[str]:
+def docker(folder: Path, *words: str | Path, timeout_s: float = 600, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run `docker` against the engine in `folder`. Raises CalledProcessError with its output."""
     environment = {**os.environ, "DOCKER_HOST": socket_of(folder), "DOCKER_BUILDKIT": "0"}
     command = ["docker", *(str(word) for word in words)]
-    done = subprocess.run(
+    done: subprocess.CompletedProcess[str] = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=timeout_s,
         env=environment,
         check=False,
-        **more,  # type: ignore[call-overload]
+        **more,
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -144,7 +143,7 @@ def fetch_wheels(folder: Path) -> Path:
         return wheels
     wheels.mkdir(parents=True, exist_ok=True)
     subprocess.run(["/usr/bin/python3", "-m", "venv", folder / "fetch"], check=True, timeout=120)
-    pip = [folder / "fetch/bin/pip", "download", "--quiet", "--dest", wheels]
+    pip: list[str | Path] = [folder / "fetch/bin/pip", "download", "--quiet", "--dest", wheels]
     for name in ("base", "trainer", "sglang"):
         subprocess.run([*pip, "-r", ROOT / f"requirements/{name}.txt"], check=True, timeout=1800)
     for words in UNPINNED:
