@@ -52,21 +52,27 @@ def validated(tree: Any, where: str) -> RunConfig:
 def parse_yaml(text: str) -> Any:
     """What a YAML text holds: plain values. Raises ValueError, also for a key that a mapping has twice."""
     try:
-        return yaml.load(text, Loader=_UniqueKeys)
+        return yaml.load(text, Loader=_Loader)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML takes the last of two equal keys without a word; here they are an error."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML takes the last of two equal keys and a NUL, which no path can have, without a word; here they are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is there twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        found = super().construct_scalar(node)
+        if isinstance(found, str) and "\0" in found:
+            raise yaml.constructor.ConstructorError(None, None, "a text holds a NUL", node.start_mark)
+        return found
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -7,6 +7,7 @@ one to another; `initialise` may be repeated at any time, also while the run tra
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from broker.queue import Broker
 from configs import ConfigError, RunConfig, load_config
 from configs.load import validated
 from configs.secrets import REDIS_PASSWORD, read_secret
+from configs.sections.run import NAME
 
 REDIS_WAIT_S = 120.0
 
@@ -74,6 +76,8 @@ def redis_users(passwords: Path, run: str = "*") -> str:
         file = passwords / f"redis_{role.replace('-', '_')}_password"
         if file.exists():
             found[role] = read_secret("PASSWORD", {"PASSWORD_FILE": str(file)}) or ""
+    if run != "*" and not re.fullmatch(NAME, run):
+        raise ConfigError(f"--run {run!r} is no run id. Name one run, or * for all.")
     if not found:
         raise ConfigError(f"{passwords}: no file redis_<role>_password. Roles are {', '.join(ROLES)}.")
     return users(found, run)

@@ -25,6 +25,7 @@ LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
         (b"run: {name: [", "not valid YAML"),
         (b"lag: {max: 1}\nlag: {max: 900}", "'lag' is there twice"),
         (b"lag: {max: 1, max: 900}", "'max' is there twice"),
+        (b'run: {directory: "a\\0b"}', "holds a NUL"),
         (b"- 1", "expected sections"),
     ],
 )
