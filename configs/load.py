@@ -60,7 +60,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML takes the last of two equal keys and a NUL, which no path can have, without a word; here they are errors."""
+    """PyYAML takes the last of two equal keys, or a NUL that no path can have, without a word; here they are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
