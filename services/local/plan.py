@@ -23,11 +23,15 @@ from services.local.preflight import free_bytes, problems
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run to start. config: resolved (layout.resolve). tiny: the model still to be made, if any."""
+    """A run to start. config: resolved (layout.resolve). tiny: the model still to be made, if any.
+
+    new_bound: lag.max was asked for now, so it replaces the one that steering may have left in Redis.
+    """
 
     config: RunConfig
     tiny: TinyModel | None
     resumed: bool
+    new_bound: bool = False
 
     @property
     def folder(self) -> Path:
@@ -72,7 +76,8 @@ def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
                 update={"model": config.model.model_copy(update={"path": place / "model"})},
             )
         resolved = resolve(config, place.name, place.parent, move_taken_ports=True)
-    return _checked(resolved, Plan(resolved, None, resumed=True))
+    new_bound = any(name.partition(".")[0] in ("lag", "weights") for name in overrides)
+    return _checked(resolved, Plan(resolved, None, resumed=True, new_bound=new_bound))
 
 
 def prepare(plan: Plan) -> None:

@@ -125,6 +125,7 @@ class Session:
         broker.initialise(config)
         if self._plan.resumed:
             broker.set_status("starting")  # it may say finished or stopped, which would end the workers
+        if self._plan.new_bound:
             broker.set_max_lag(config.lag.max)
         for name in self._roles:
             if name != "redis":

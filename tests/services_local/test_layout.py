@@ -88,6 +88,8 @@ def test_a_run_whose_folder_was_moved_resumes_where_it_now_is(tmp_path: Path) ->
     assert plan.folder == tmp_path / "moved" / "r"
     assert plan.config.model.path == plan.folder / "model"
     assert plan.config.lag.max == 4
+    assert plan.new_bound
+    assert not plan_resumed(tmp_path / "moved" / "r", {}).new_bound  # what an operator set in between stays
     assert plan.tiny is None
 
 
