@@ -32,6 +32,7 @@ _HEAD = struct.Struct("<4sHBBIQ")
 _DIGEST = struct.Struct("<Q")
 _ALIGN = 16
 SMALL = 64 * 1024  # bytes below which one copy is cheaper than many pieces
+LARGEST_BODY = 1 << 30  # bytes after decompression: a few KB could claim any amount of memory
 _FIXED = _HEAD.size + _DIGEST.size  # 28 bytes; the header follows
 _DTYPES = {
     "i4": np.dtype("<i4"),
@@ -173,6 +174,8 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
     if codec == _CODECS["zstd"]:
         zstd = _zstd()
         try:
+            if not 0 <= zstd.frame_content_size(body) <= LARGEST_BODY:
+                raise CorruptPayload(group_id, f"does not say that it decompresses to at most {LARGEST_BODY} bytes")
             body = cast(bytes, zstd.ZstdDecompressor().decompress(body))
         except zstd.ZstdError as error:
             raise CorruptPayload(group_id, f"cannot be decompressed: {error}") from error

@@ -102,7 +102,7 @@ class EngineSection(Section):
     max_total_tokens: Positive | None = Field(
         20000, description="Size of the KV cache in tokens; null: as much as memory_fraction admits."
     )
-    start_timeout_s: Seconds = Field(300.0, description="Longest time from start to the first answer, in seconds.")
+    start_timeout_s: Seconds = Field(600.0, description="Longest time from start to the first answer, in seconds.")
     metrics: bool = Field(
         True,
         description="Whether SGLang keeps metrics of its own at /metrics; on a CPU they cost a fifth of its time.",

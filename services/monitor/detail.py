@@ -128,14 +128,18 @@ def events(s: Snapshot, limit: int = SHOWN) -> EventsAnswer:
 def evaluations(s: Snapshot, limit: int = SHOWN) -> EvaluationsAnswer:
     """GET /v1/evaluations."""
     found = s.detail.evaluations[:limit] if s.detail else ()
-    return EvaluationsAnswer(**base(s), evaluations=[evaluation(record) for record in found])
+    read = [evaluation(record) for record in found]
+    return EvaluationsAnswer(**base(s), evaluations=[one for one in read if one is not None])
 
 
-def evaluation(record: Mapping[str, Any]) -> EvaluationAnswer:
-    """A record of the evaluator (rollout/evaluation/run.py)."""
+def evaluation(record: Mapping[str, Any]) -> EvaluationAnswer | None:
+    """A record of the evaluator (rollout/evaluation/run.py); None for one that does not read as such."""
     same = ("version", "step", "evaluation_lag", "time_ms", "prompts", "samples", "missing")
-    scores = {name: Score(**score) for name, score in record.items() if isinstance(score, dict) and "low" in score}
-    return EvaluationAnswer(task=record["label"], scores=scores, **{name: record[name] for name in same})
+    try:
+        scores = {name: Score(**score) for name, score in record.items() if isinstance(score, dict) and "low" in score}
+        return EvaluationAnswer(task=record["label"], scores=scores, **{name: record[name] for name in same})
+    except (KeyError, TypeError, AttributeError, ValueError):  # pydantic's error is a ValueError
+        return None
 
 
 def newest_evaluations(s: Snapshot) -> list[EvaluationAnswer]:

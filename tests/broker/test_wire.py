@@ -170,3 +170,11 @@ def test_an_array_without_a_dimension_is_an_invalid_trajectory() -> None:
     spoilt = replace(example().trajectories[0], response_ids=np.array(1, np.int32))
     with pytest.raises(InvalidTrajectory, match="response_ids is int32"):
         check_trajectory(spoilt)
+
+
+def test_a_small_payload_cannot_claim_any_amount_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = wire.encode(example(), codec="zstd")
+    assert wire.decode(data, "run").trajectories
+    monkeypatch.setattr(wire, "LARGEST_BODY", 16)
+    with pytest.raises(CorruptPayload, match="decompresses"):
+        wire.decode(data, "run", 7)

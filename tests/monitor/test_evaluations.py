@@ -49,6 +49,15 @@ async def test_results_are_on_the_page_in_the_answers_in_prometheus_and_in_the_l
     assert "<td>gsm8k</td>" in page[page.index('id="evaluations"') : page.index('id="events"')]
 
 
+async def test_a_record_that_is_no_evaluation_is_left_out_and_harms_nothing(run: Run) -> None:
+    for nonsense in ({}, {"label": 7, "avg": {"low": "x"}}, {**record(1), "version": "new"}):
+        run.broker.evaluated(nonsense, "nonsense", 30.0)
+    run.broker.evaluated(record(1), "aime24", 30.0)
+    for path in ("/v1/evaluations", "/v1/overview"):
+        assert [e["task"] for e in (await get(run, path))["evaluations"]] == ["aime24"]
+    assert "lagrange_evaluation_score" in await get(run, "/metrics")
+
+
 async def test_samples_are_the_newest_groups_with_their_lag_and_whose_text_it_is(run: Run, folder: Path) -> None:
     found = (await get(run, "/v1/samples?limit=2", folder))["groups"]
     assert [(g["version"], g["lag"], g["group_id"]) for g in found] == [(2, 0, str(2**60 + 2)), (1, 1, str(2**60 + 1))]
