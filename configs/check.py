@@ -265,7 +265,7 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
             else f"{config.engine.replicas}, each on {_plural(config.engine.tensor_parallel, 'device')} "
             f"({config.engine.device}), {config.engine.dtype}.",
         ),
-        ("task", f"{config.task.name} (looked up when the workers start)."),
+        ("task", f"{config.task.name}."),
         (
             "restart",
             f"from the last checkpoint, at most {config.trainer.checkpoint.interval_steps} steps back; "

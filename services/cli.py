@@ -66,8 +66,18 @@ def up(
 def check(file: FileArgument, settings: SetOption = None) -> None:
     """Say what a configuration means, and what is wrong with it. Exit code 0: it can run; 2: it cannot."""
     from configs import check as checks
+    from rollout.tasks import make_task, task_names
+    from trainer.losses import catalogue
 
     config = load_config(file, pairs(settings, "--set"))
+    loss = catalogue.loss_settings(config)
+    absent = []
+    try:
+        make_task(config.task.name, config.run.seed, config.task.parameters)
+    except ConfigError as error:
+        if isinstance(error.__cause__, TypeError) or config.task.name not in task_names():
+            raise
+        absent.append(f"{error} The workers need it; here it may be absent.")  # data may lie on another machine
     found = checks.errors(config)
     if found:
         raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
@@ -79,7 +89,7 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
         table.add_row(topic, escape(sentence))
     console.print(f"[green]{escape(str(file))} is valid.[/]")
     console.print(table)
-    for warning in checks.warnings(config):
+    for warning in (*checks.warnings(config), *catalogue.warnings(loss), *absent):
         console.print(f"[yellow]warning[/]  {escape(warning)}")
 
 

@@ -130,7 +130,11 @@ def _head(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) 
     top = max(lags, default=0)
     closes = _closes(ledger)
     tiles = (
-        ("reward", f"{last:.3f}" if rewards else "-", f"from {rewards[0]:.3f}" if rewards else "no step"),
+        (
+            "reward",
+            f"{last:.3f}" if rewards else "-",
+            f"moving average; first step {rewards[0]:.3f}" if rewards else "no step",
+        ),
         ("steps", f"{step}", f"of {config.run.steps}"),
         ("training time", duration(_finite(records[-1].get("time_s"))) if records else "-", "wall clock"),
         ("trained tokens", short(tokens), "response tokens"),
@@ -214,7 +218,7 @@ def _speed(records: Sequence[Record]) -> str:
         x_label="optimizer step",
         label="tokens a second by optimizer step",
     )
-    return _figure("Tokens a second", "Trained tokens by wall clock of the step.", chart)
+    return _figure("Tokens a second", "Tokens of the trained batch, with prompts, by wall clock of the step.", chart)
 
 
 def _waits(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -> str:
@@ -228,7 +232,7 @@ def _waits(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any])
             "rollout workers",
             "wait for admission",
             workers,
-            elapsed * config.rollout.workers * config.rollout.concurrent_groups,
+            elapsed * config.rollout.workers,
         ),
     )
     cells = "".join(
@@ -244,7 +248,7 @@ def _waits(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any])
     )
     return _figure(
         "Who waits",
-        "Share of the training time; for workers, of all their slots.",
+        "Share of the training time; for workers, of the time in which they could ask for more.",
         f'<table class="waits">{cells}</table>',
         note,
     )

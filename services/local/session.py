@@ -179,6 +179,9 @@ class Session:
         live = Live(console=self._console, auto_refresh=False, transient=False) if self._console.is_terminal else None
         if live is not None:
             live.start()
+        else:
+            where = f"{self._plan.config.run.folder}  |  monitor: {self._monitor_url()}"
+            self._console.print(where, soft_wrap=True, markup=False, highlight=False)
         try:
             while True:
                 if self._asked:
@@ -252,11 +255,14 @@ class Session:
             if engine.routable and port.isdigit():
                 self._served.add(f"engine-{int(port) - first_port}")
 
+    def _monitor_url(self) -> str:
+        monitor = self._plan.config.monitor
+        return f"{monitor.scheme}://{monitor.host}:{monitor.port}"
+
     def _view(self) -> LiveView:
-        config = self._plan.config
         facts = ProcessFacts(
             elapsed_s=time.monotonic() - self._began,
-            monitor_url=f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}",
+            monitor_url=self._monitor_url(),
             folder=str(self._plan.folder),
             restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
             news=self._news,

@@ -47,6 +47,7 @@ class Bands(BaseModel):
     engine_wait_share: float = 0.5
     stale_share: float = 0.05
     behind_published_intervals: float = 2.0
+    update_seconds: float = 10.0
     gate_rate: float = 0.5
     log_ratio_abs_mean: float = 0.5
     ess: float = 0.3
@@ -85,6 +86,8 @@ def diagnose(now: Snapshot, before: Snapshot | None, records: Records, bands: Ba
     findings = [finding for test in tests if (finding := test(now, figures, bands)) is not None]
     if now.status != "running":
         verdict, headline = Verdict.NOT_RUNNING, f"the run is {now.status}"
+    elif not figures["engines"]:
+        verdict, headline = Verdict.NOT_RUNNING, "the run waits for its first engine"
     elif findings:
         verdict = findings[0].verdict
         headline = f"{verdict}: {findings[0].because}; {findings[0].change}"
@@ -146,7 +149,8 @@ LESS_SYNC = "raise weights.publish_interval, or set weights.pause: abort if drai
 
 
 def _sync_bound(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
-    if now.published >= 0 and f["engines"] and not f["engines_routable"]:
+    out_for_s = [(now.time_ms - e.since_ms) / 1000 for e in now.engines if e.state is not EngineState.GONE]
+    if now.published >= 0 and out_for_s and not f["engines_routable"] and min(out_for_s) > bands.update_seconds:
         states = ", ".join(sorted({str(e.state) for e in now.engines}))
         return Finding(
             verdict=Verdict.SYNC_BOUND,
@@ -185,12 +189,10 @@ def _starved(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Find
     if share is None or share <= bands.wait_share:
         return None
     because = f"the trainer waits {_percent(share)} of its time for groups"
-    if not f["engines_routable"]:
-        return Finding(verdict=Verdict.STARVED, because=because, change="start an engine")
     if in_flight(now) >= capacity(now):
         change = f"raise lag.max above {now.max_lag}: the bound holds back the next groups while these are sampled"
     else:
-        more = more_engines(share, int(f["engines_routable"] or 0))
+        more = more_engines(share, int(f["engines"] or 0))
         change = f"add {more} engine{'s' if more > 1 else ''} or raise rollout.concurrent_groups"
     return Finding(verdict=Verdict.STARVED, because=because, change=change)
 

@@ -52,6 +52,28 @@ def test_check_says_what_a_valid_file_means(lagrange: Lagrange) -> None:
     assert "30.5 billion parameters" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("trainer.loss.name=satgrpo", "Did you mean sat-grpo?"),
+        ("trainer.loss.parameters.foo=1", "no such parameter"),
+        ("task.name=nope", "there is no task 'nope'"),
+        ("task.parameters.foo=1", "unexpected keyword argument 'foo'"),
+    ],
+)
+def test_check_refuses_what_only_the_trainer_or_a_worker_would_find(
+    lagrange: Lagrange, setting: str, said: str
+) -> None:
+    done = lagrange("check", "configs/local.yaml", "--set", setting)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_data_set_that_lies_on_another_machine_is_a_warning(lagrange: Lagrange) -> None:
+    done = lagrange("check", "configs/qwen3-30b-a3b.yaml")
+    assert "here it may be absent" in " ".join(done.stdout.split())
+
+
 def test_an_unknown_key_is_one_message_without_a_traceback_and_exit_code_2(lagrange: Lagrange, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text((ROOT / "configs" / "local.yaml").read_text().replace("  max: 1", "  max: 1\n  maximum: 2"))
