@@ -20,7 +20,7 @@ BIN := .venv/bin
 
 help:
 	@echo 'make run        set up and train configs/local.yaml (CONFIG=... for another, SET="--set lag.max=4")'
-	@echo 'make test       set up, lint, type check and run all tests (about 20 minutes)'
+	@echo 'make test       set up, lint, type check and run all tests (about 25 minutes)'
 	@echo 'make test-fast  the tests that need neither SGLang nor Megatron-core (at most 2 minutes)'
 	@echo 'make test-docker the tiny system in a real Docker engine: kill, scale, resume (root, about half an hour)'
 	@echo 'make soak       the long variants: thousands of schedules, hundreds of kills'
