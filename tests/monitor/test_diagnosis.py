@@ -88,6 +88,17 @@ def test_no_routable_engine_is_sync_bound() -> None:
     assert "no engine is routable (quarantined)" in diagnose(now, EARLIER, CALM).headline
 
 
+def test_an_engine_that_is_out_for_an_ordinary_update_is_no_finding() -> None:
+    out = replace(ENGINE, state=EngineState.UPDATING, since_ms=RUNNING.time_ms - 2000)
+    assert diagnose(replace(RUNNING, engines=(out,)), EARLIER, CALM).verdict is Verdict.HEALTHY
+    stuck = replace(out, since_ms=RUNNING.time_ms - 60_000)
+    assert diagnose(replace(RUNNING, engines=(stuck,)), EARLIER, CALM).verdict is Verdict.SYNC_BOUND
+
+
+def test_a_run_without_an_engine_yet_has_no_verdict() -> None:
+    assert diagnose(replace(RUNNING, engines=()), EARLIER, CALM).verdict is Verdict.NOT_RUNNING
+
+
 def test_waste_of_the_last_minute_is_stale_and_old_waste_is_not() -> None:
     now = replace(RUNNING, tokens=Tally(trained=1600, stale=200))
     assert diagnose(now, EARLIER, CALM).verdict is Verdict.STALE
