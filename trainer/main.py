@@ -116,7 +116,7 @@ def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
         replay = config.trainer.routing_replay != "off" and shape.experts > 0
         if not replay and config.trainer.routing_replay != "off" and ranks.is_main:
             log.warning("no routing replay", problem="the model has no experts; the run goes on without it")
-        gc.freeze()  # imports and model stay: to look at them again and again takes time
+        gc.freeze()  # imports and model stay: no collection need look at them again
         doorbell = Doorbell()
         trainer = Trainer(
             config,
