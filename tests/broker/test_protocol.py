@@ -263,6 +263,15 @@ class Protocol(Compared):
         if then == "submit" and self.tickets:
             self.submit([0, 1], 0, 1)
 
+    @rule(worker=st.sampled_from(WORKERS), more=st.integers(1, 2))
+    def a_worker_is_drained(self, worker: str, more: int) -> None:
+        """What it holds goes back without a try used up; somebody else is given it."""
+        self.admit(worker, "e1", more)
+        held = self.model.of("generating")
+        for ticket in [t for w, t in self.tickets if w == worker and t.group_id in held]:
+            assert self.broker.release(ticket.group_id, worker) == self.model.fail(ticket.group_id, worker, 0, "again")
+        self.admit(WORKERS[worker == WORKERS[0]], "e1", 1)
+
     @rule(what=st.sampled_from(["abort", "reject", "leave out"]))
     def a_batch_goes_wrong(self, what: str) -> None:
         """It is put back, holds a corrupt payload, or the step leaves a group out."""
