@@ -24,7 +24,8 @@ from rollout.worker import Worker
 from tests.agents.players import TEMPLATE
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
-from tests.fakes.engine import FakeEngine, fake_log_prob, fake_routes
+from tests.fakes.engine import FakeEngine
+from tests.fakes.model import fake_log_prob, fake_routes
 from tests.rollout.helpers import make_worker, ready, ready_groups, serving, tiny_folder, until
 from tests.rollout.test_worker import working
 

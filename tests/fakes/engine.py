@@ -17,42 +17,21 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import StreamingResponse
 
-OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
-NORMAL_PATHS = ("/generate", "/model_info", "/v1/loads", "/server_info")
-
-
-@dataclass
-class Fault:
-    """What happens to the next `times` requests of `path`.
-
-    kind: "status" answers `code` with `body` and does nothing; "hang" does not answer for `seconds`, then goes on;
-    "garbage" answers 200 with a body that is not JSON; "drop" closes the connection without an answer (500 in-process);
-    "after" carries the request out, and then answers `code` with `body`; "mutate" carries it out and passes the JSON
-    answer through `change`; "lie" answers success without doing anything.
-    """
-
-    path: str
-    kind: Literal["status", "hang", "garbage", "drop", "after", "mutate", "lie"]
-    times: int = 1
-    code: int = 500
-    body: dict[str, Any] = field(default_factory=lambda: {"error": {"message": "scripted fault"}})
-    seconds: float = 3600.0
-    change: Callable[[Any], Any] | None = None
+from tests.fakes.faults import Fault
+from tests.fakes.model import fake_log_prob, fake_routes, folder_checksum
+from tests.fakes.server import application, bad
 
 
 @dataclass
@@ -63,28 +42,7 @@ class _Sample:
     log_probs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
     aborted: bool = False
-
-
-def fake_log_prob(version: str, position: int, token: int) -> float:
-    """The log-prob that the fake gives to `token` at sequence position `position` under `version`."""
-    digest = hashlib.sha256(f"{version}/{position}/{token}".encode()).digest()
-    return -(1 + int.from_bytes(digest[:2], "little") / 65536.0)
-
-
-def fake_routes(version: str, rows: int, layers: int, top_k: int, experts: int) -> np.ndarray:
-    """int32 [rows, layers, top_k]: the fake's routes of positions 0 .. rows - 1 under `version`."""
-    base = int.from_bytes(hashlib.sha256(version.encode()).digest()[:2], "little")
-    position, layer, k = np.meshgrid(np.arange(rows), np.arange(layers), np.arange(top_k), indexing="ij")
-    return ((base + position * 3 + layer + k) % experts).astype(np.int32)
-
-
-def folder_checksum(folder: str | Path) -> str:
-    """16 hex digits over the names and bytes of a folder's *.safetensors: changes when a weight does."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    finish: dict[str, Any] | None = None
 
 
 class FakeEngine:
@@ -122,6 +80,7 @@ class FakeEngine:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.running: dict[str, _Sample] = {}
         self.queued: dict[str, _Sample] = {}
+        self.incremental = False  # a server with --incremental-streaming-output
         self.waiting = 0
         self.loading = 0  # loads that hold new requests back: SGLang's lock prefers the writer
         self.largest_running = 0
@@ -131,7 +90,7 @@ class FakeEngine:
         self.received_while_unpaused = 0
         self.pauses = self.continues = self.flushes = self.loads = 0
         self._ids = itertools.count()
-        self.app = _application(self)
+        self.app = application(self)
 
     # --- scripting
 
@@ -179,20 +138,49 @@ class FakeEngine:
         """POST /generate: a dict for one prompt with n = 1, else a list; JSONResponse for a refused request."""
         prompts, sampling = body.get("input_ids"), body.get("sampling_params", {})
         if not prompts:
-            return _bad("input_ids is empty")
+            return bad("input_ids is empty")
         batch = prompts if isinstance(prompts[0], list) else [prompts]
         n, limit = sampling.get("n", 1), sampling.get("max_new_tokens", 128)
         if any(len(prompt) + limit > self.context for prompt in batch):
-            return _bad(f"Requested token count exceeds the model's maximum context length of {self.context} tokens.")
+            return bad(f"Requested token count exceeds the model's maximum context length of {self.context} tokens.")
         rid = body.get("rid") or f"r{next(self._ids)}"
         samples = [
             _Sample(f"{rid}_{i}" if n * len(batch) > 1 else rid, list(p))
             for i, p in enumerate(p for p in batch for _ in range(n))
         ]
-        answers = await asyncio.gather(*(self._sample(s, sampling, limit, body) for s in samples))
-        return answers[0] if len(answers) == 1 and not isinstance(prompts[0], list) else answers
+        single = len(samples) == 1 and not isinstance(prompts[0], list)
+        if body.get("stream"):
+            messages = self._stream(samples, sampling, limit, body, single)
+            return StreamingResponse(messages, media_type="text/event-stream")
+        await asyncio.gather(*(self._sample(s, sampling, limit) for s in samples))
+        answers = [self._answer(s, body) for s in samples]
+        return answers[0] if single else answers
 
-    async def _sample(self, s: _Sample, sampling: dict[str, Any], limit: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def _stream(
+        self, samples: list[_Sample], sampling: dict[str, Any], limit: int, body: dict[str, Any], single: bool
+    ) -> AsyncIterator[bytes]:
+        every = sampling.get("stream_interval") or 1
+        sent = [0] * len(samples)
+        work = [asyncio.create_task(self._sample(s, sampling, limit)) for s in samples]
+        left = dict(enumerate(samples))
+        try:
+            while left:
+                for i, s in list(left.items()):
+                    new, ended = len(s.tokens) - sent[i], s.finish is not None
+                    if ended or new >= every or (new and not sent[i]):
+                        message = self._answer(s, body, sent[i] if self.incremental else 0)
+                        sent[i] = len(s.tokens)
+                        yield f"data: {json.dumps(message if single else message | {'index': i})}\n\n".encode()
+                    if ended:
+                        del left[i]
+                await asyncio.sleep(0.002)
+            yield b"data: [DONE]\n\n"
+        finally:
+            for s, task in zip(samples, work, strict=True):
+                s.aborted = True
+                task.cancel()
+
+    async def _sample(self, s: _Sample, sampling: dict[str, Any], limit: int) -> None:
         await self._until_admitted(s)
         self.running[s.rid] = s
         self.largest_running = max(self.largest_running, len(self.running))
@@ -215,26 +203,27 @@ class FakeEngine:
             self.running.pop(s.rid, None)
         if s.aborted:
             finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-        return {"output_ids": s.tokens, "meta_info": self._meta(s, finish, body)}
+        s.finish = finish
 
-    def _meta(self, s: _Sample, finish: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-        spans: list[dict[str, Any]] = []
-        for i, version in enumerate(s.versions):
-            if not spans or spans[-1]["version"] != version:
-                spans.append({"version": version, "start": i, "end": i})
-            spans[-1]["end"] = i + 1
+    def _answer(self, s: _Sample, body: dict[str, Any], start: int = 0) -> dict[str, Any]:
+        """What an answer, or a message of a stream, says of a sample. start: first token that it names."""
+        return {"output_ids": s.tokens[start:], "meta_info": self._meta(s, body, start)}
+
+    def _meta(self, s: _Sample, body: dict[str, Any], start: int) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": s.rid,
-            "finish_reason": finish,
+            "finish_reason": s.finish,
             "prompt_tokens": len(s.prompt),
             "completion_tokens": len(s.tokens),
             "cached_tokens": 0,
             "weight_version": self.version,
-            "weight_versions": spans,
         }
         if body.get("return_logprob"):
-            meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [[lp, t, None] for lp, t in zip(s.log_probs, s.tokens, strict=True)]
+            entries = [[lp, t, None] for lp, t in zip(s.log_probs, s.tokens, strict=True)]
+            meta |= {"input_token_logprobs": [], "output_token_logprobs": entries[start:]}
+        if s.finish is None:  # as SGLang: the rest is in the last message of a stream alone
+            return meta
+        meta["weight_versions"] = _spans(s.versions)
         if body.get("return_routed_experts") and self.experts:
             rows = max(len(s.prompt) + len(s.tokens) - 1, 0)
             last = s.versions[-1] if s.versions else self.version
@@ -332,180 +321,15 @@ class FakeEngine:
         return {"success": True, "message": "Success", "ranks": [rank], "per_engine_checksum": total}
 
 
+def _spans(versions: list[str]) -> list[dict[str, Any]]:
+    spans: list[dict[str, Any]] = []
+    for i, version in enumerate(versions):
+        if not spans or spans[-1]["version"] != version:
+            spans.append({"version": version, "start": i, "end": i})
+        spans[-1]["end"] = i + 1
+    return spans
+
+
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 (tests change the state from another thread: there is no event to await)
         await asyncio.sleep(0.002)
-
-
-def _bad(message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message}}, status_code=400)
-
-
-def _authorised(engine: FakeEngine, path: str, header: str) -> bool:
-    if path in OPEN_PATHS:
-        return True
-    admin = engine.admin_api_key is not None and path not in NORMAL_PATHS
-    key = engine.admin_api_key if admin else engine.api_key
-    return key is None or header == f"Bearer {key}"
-
-
-def _application(engine: FakeEngine) -> FastAPI:
-    app = FastAPI()
-
-    @app.middleware("http")
-    async def scripted(request: Request, call_next: Any) -> Response:
-        path = request.url.path
-        if not _authorised(engine, path, request.headers.get("authorization", "")):
-            return JSONResponse({"error": "Unauthorized"}, status_code=401)
-        raw = await request.body()
-        engine.requests.append((path, await request.json() if raw else {}))
-        fault = engine.take_fault(path)
-        if fault is None:
-            return await call_next(request)  # type: ignore[no-any-return]
-        return await _meet(fault, request, call_next)
-
-    @app.post("/generate")
-    async def generate(request: Request) -> Any:
-        return await engine.generate(await request.json())
-
-    @app.api_route("/model_info", methods=["GET", "POST"])
-    @app.api_route("/get_model_info", methods=["GET", "POST"])
-    async def model_info() -> dict[str, Any]:
-        return {
-            "model_path": engine.model_path,
-            "tokenizer_path": engine.model_path,
-            "is_generation": True,
-            "weight_version": engine.version,
-            "architectures": ["Qwen3MoeForCausalLM" if engine.experts else "Qwen3ForCausalLM"],
-        }
-
-    @app.get("/health")
-    @app.get("/health_generate")
-    async def health() -> Response:
-        return Response(status_code=200 if engine.healthy and engine.paused != "in_place" else 503)
-
-    @app.get("/ready")
-    async def ready() -> Response:  # seen in 0.5.23: 503 in every pause mode, 200 after continue
-        return Response(status_code=200 if engine.healthy and engine.paused is None else 503)
-
-    @app.post("/pause_generation")
-    async def pause(request: Request) -> Any:
-        mode = (await _body(request)).get("mode", "abort")
-        if mode not in ("abort", "in_place", "retract"):
-            return _bad(f"mode must be abort, in_place or retract, got {mode}")
-        await engine.pause(mode)
-        return {"message": "Generation paused successfully.", "status": "ok"}
-
-    @app.post("/continue_generation")
-    async def resume() -> dict[str, str]:
-        engine.continues += 1
-        engine.paused = None
-        return {"message": "Generation continued successfully.", "status": "ok"}
-
-    @app.post("/update_weights_from_disk")
-    async def update(request: Request) -> JSONResponse:
-        success, message = await engine.load(await request.json())
-        body = {"success": success, "message": message, "num_paused_requests": 0}
-        return JSONResponse(body, status_code=200 if success else 400)
-
-    @app.post("/init_weights_update_group")
-    async def join_group(request: Request) -> JSONResponse:
-        engine.groups.add((await request.json())["group_name"])
-        return _outcome(True, "Succeeded to initialize custom process group.")
-
-    @app.post("/destroy_weights_update_group")
-    async def leave_group(request: Request) -> JSONResponse:
-        name = (await request.json())["group_name"]
-        known = name in engine.groups
-        engine.groups.discard(name)
-        return _outcome(known, "destroyed" if known else "The group to be destroyed does not exist.")
-
-    @app.post("/begin_weight_update")
-    async def begin() -> JSONResponse:
-        return _outcome(*engine.open_session())
-
-    @app.post("/end_weight_update")
-    async def end() -> JSONResponse:
-        return _outcome(*engine.close_session())
-
-    @app.post("/update_weights_from_distributed")
-    async def receive(request: Request) -> JSONResponse:
-        return _outcome(*engine.receive(await request.json()))
-
-    @app.post("/update_weight_version")
-    async def rename(request: Request) -> dict[str, Any]:
-        body = await request.json()
-        if body.get("abort_all_requests", True):
-            engine.abort(None)
-        engine.version = str(body["new_version"])
-        return {"success": True, "message": "Weight version updated", "new_version": engine.version}
-
-    @app.api_route("/weights_checker", methods=["GET", "POST"])
-    async def weights_checker(request: Request) -> dict[str, Any]:
-        return engine.checksum()
-
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
-    async def flush() -> PlainTextResponse:
-        if engine.running:
-            return PlainTextResponse("Flush cache failed.", status_code=400)
-        engine.flushes += 1
-        return PlainTextResponse("Cache flushed.")
-
-    @app.post("/abort_request")
-    async def abort(request: Request) -> Response:
-        body = await _body(request)
-        engine.abort(None if body.get("abort_all") else str(body.get("rid", "")))
-        return Response(status_code=200)
-
-    @app.get("/v1/loads")
-    async def loads() -> dict[str, Any]:
-        one = {"dp_rank": 0, "num_running_reqs": len(engine.running), "num_waiting_reqs": engine.waiting}
-        return {"timestamp": time.time(), "version": "0.5.23", "loads": [one]}
-
-    return app
-
-
-def _outcome(success: bool, message: str) -> JSONResponse:
-    return JSONResponse({"success": success, "message": message}, status_code=200 if success else 400)
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    return dict(await request.json()) if await request.body() else {}
-
-
-async def _meet(fault: Fault, request: Request, call_next: Any) -> Response:
-    if fault.kind == "hang":
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_disconnect(request), fault.seconds)
-    refusals: dict[str, Callable[[], Response]] = {
-        "status": lambda: JSONResponse(fault.body, status_code=fault.code),
-        "garbage": lambda: PlainTextResponse("<html>not json</html>"),
-        "lie": lambda: JSONResponse({"success": True, "message": "Success", "status": "ok", "num_paused_requests": 0}),
-        "drop": _Dropped,
-    }
-    if fault.kind in refusals:
-        return refusals[fault.kind]()
-    answer: Response = await call_next(request)
-    if fault.kind == "after":
-        return JSONResponse(fault.body, status_code=fault.code)
-    if fault.kind == "mutate" and fault.change is not None:
-        content = b"".join([part async for part in answer.body_iterator])  # type: ignore[attr-defined]
-        return JSONResponse(fault.change(json.loads(content)), status_code=answer.status_code)
-    return answer
-
-
-async def _disconnect(request: Request) -> None:
-    while not await request.is_disconnected():  # noqa: ASYNC110 (ASGI has no event for it)
-        await asyncio.sleep(0.01)
-
-
-class _Dropped(Response):
-    """Announces a body and ends without it: the client sees a connection that broke in the middle of an answer."""
-
-    def __init__(self) -> None:
-        super().__init__(content=b"", headers={"content-length": "10"})
-
-
-def is_fake_log_prob(value: float, version: str, position: int, token: int) -> bool:
-    """Whether `value` is what `version` gives to `token` at `position` (after a trip through float32)."""
-    return math.isclose(value, fake_log_prob(version, position, token), rel_tol=1e-6)

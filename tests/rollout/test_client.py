@@ -30,7 +30,8 @@ from rollout.client import (
     parse_sample,
 )
 from rollout.probe import probe
-from tests.fakes.engine import FakeEngine, fake_routes
+from tests.fakes.engine import FakeEngine
+from tests.fakes.model import fake_routes
 from tests.rollout.helpers import CHECKPOINT
 
 SAMPLING = Sampling(1.0, 4)

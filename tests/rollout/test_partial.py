@@ -16,7 +16,8 @@ from rollout.counters import Counters
 from rollout.engines import EnginePool
 from rollout.sampling import Draw, Unanswerable, draw_group
 from tests.broker.helpers import Run
-from tests.fakes.engine import FakeEngine, is_fake_log_prob
+from tests.fakes.engine import FakeEngine
+from tests.fakes.model import is_fake_log_prob
 from tests.rollout.helpers import CHECKPOINT, ENGINE, serving, until
 
 PROMPT = (3, 4, 5)

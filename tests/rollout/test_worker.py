@@ -19,7 +19,8 @@ from rollout.tasks import Prompt, Response, make_task
 from rollout.worker import Worker
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
-from tests.fakes.engine import FakeEngine, fake_log_prob, fake_routes
+from tests.fakes.engine import FakeEngine
+from tests.fakes.model import fake_log_prob, fake_routes
 from tests.rollout.helpers import ENGINE, make_worker, ready, ready_groups, serving, tiny_folder, until
 
 

@@ -18,7 +18,8 @@ from rollout.environments import Episode, PrefixBroken
 from rollout.tasks import make_task
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
-from tests.fakes.engine import FakeEngine, fake_log_prob, fake_routes
+from tests.fakes.engine import FakeEngine
+from tests.fakes.model import fake_log_prob, fake_routes
 from tests.rollout.helpers import make_worker, ready, ready_groups, serving, tiny_folder, until
 from tests.rollout.test_worker import working
 

@@ -21,7 +21,7 @@ from configs.schema import RunConfig
 from rollout.worker import Worker
 from services.weight_sync import fleet
 from services.weight_sync.reconciler import Reconciler
-from tests.fakes.engine import is_fake_log_prob
+from tests.fakes.model import is_fake_log_prob
 from tests.rollout.helpers import make_worker, tiny_folder
 from tests.weight_sync.live import Engine, World, config, syncing, until, write_version
 
