@@ -8,6 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from tests.deploy.pod_security import BREACHES, breaches
 from tests.deploy.references import problems
 from tests.deploy.tools import OVERLAYS, Tree, containers, manifests, pod_templates
 
@@ -67,22 +68,14 @@ def test_the_reference_check_sees_dangling_names_selectors_and_ports() -> None:
 
 @every_overlay
 def test_every_pod_satisfies_the_restricted_standard_and_writes_only_to_its_volumes(overlay: str) -> None:
-    for name, template in pod_templates(manifests(overlay)):
-        spec = template["spec"]
-        assert spec["securityContext"]["runAsNonRoot"] is True, name
-        assert spec["securityContext"]["runAsUser"] > 0, name
-        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault", name
-        assert spec["automountServiceAccountToken"] is False, name
-        assert not any(spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")), name
-        for volume in spec["volumes"]:
-            assert set(volume) - {"name"} <= {"configMap", "secret", "persistentVolumeClaim", "emptyDir"}, name
-        for container in containers(template):
-            context = container["securityContext"]
-            assert context["allowPrivilegeEscalation"] is False, name
-            assert context["readOnlyRootFilesystem"] is True, name
-            assert context["capabilities"] == {"drop": ["ALL"]}, name
-            assert set(container["resources"]["requests"]) >= {"cpu", "memory"}, name
-            assert "memory" in container["resources"]["limits"], name
+    assert {name: found for name, t in pod_templates(manifests(overlay)) if (found := breaches(t["spec"]))} == {}
+
+
+@pytest.mark.parametrize("what", BREACHES)
+def test_the_check_of_the_restricted_standard_sees_every_breach(what: str) -> None:
+    for _, template in pod_templates(copy.deepcopy(manifests("kuberay"))):
+        BREACHES[what](template["spec"])
+        assert breaches(template["spec"])
 
 
 @every_overlay
