@@ -15,7 +15,6 @@ from broker.connection import Connection
 from broker.errors import SchemaMismatch
 from broker.memory import keep_large_buffers
 from broker.registry import RegistryCalls
-from broker.store import max_bytes
 from broker.trainer_calls import TrainerCalls
 from broker.types import Steered
 from broker.watch import WatchCalls
@@ -80,7 +79,7 @@ class Broker(WorkerCalls, TrainerCalls, RegistryCalls, WatchCalls):
             "lease_ms": max(1, int(config.rollout.lease_s * 1000)),
             "trainer_lease_ms": max(1, int(config.trainer.lease_s * 1000)),
             "retention": config.trainer.retention,
-            "max_bytes": max_bytes(config.redis),
+            "max_bytes": config.redis.payload_bytes,
             "payloads": config.redis.payloads,
             "payload_folder": str(config.redis.payload_folder or ""),
             "compression": config.redis.compression,

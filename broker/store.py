@@ -26,10 +26,8 @@ from broker.connection import Connection, OutOfMemory
 from broker.errors import BrokerError
 from broker.keys import Keys
 from broker.types import Group
-from configs.schema import RedisSection
 
 STAGED_MS = 600_000
-PAYLOAD_SHARE = 0.6  # of Redis' memory limit: a payload costs up to 1.24 times its bytes, and staging needs room
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PIECES = 1000  # of one writev; the limit of Linux is 1024
 
@@ -216,13 +214,6 @@ def store_of_run(connection: Connection, keys: Keys) -> tuple[PayloadStore | Non
     if payloads == "folder":
         return FolderPayloadStore(connection, keys, Path(folder) / keys.run), codec
     return (RedisPayloadStore(connection, keys) if payloads else None), codec
-
-
-def max_bytes(redis: RedisSection) -> int:
-    """Bytes that payloads may take: of the folder its limit, of Redis 60 % of its memory."""
-    if redis.payloads == "folder" and redis.payload_limit_mb is not None:
-        return redis.payload_limit_mb * 2**20
-    return int(redis.max_memory_mb * 2**20 * PAYLOAD_SHARE)
 
 
 def submission(group: Group, staged: Staged) -> list[str | int]:

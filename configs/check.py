@@ -6,154 +6,49 @@ missing, not treated as an error of the file. Every estimate says what it counts
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from configs.load import ConfigError
+from configs.memory import Estimate, estimate, route_bytes_per_token
+from configs.model_sizes import ModelSizes, layout_problems, model_sizes, read_json, sizes_of_tiny
 from configs.schema import RunConfig
 
 GIB = 1024**3
 TASK_NAME = re.compile(r"^[a-z0-9]+(-[a-z0-9]+)*$")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes of a Qwen3-MoE that memory depends on. vocabulary: rows of the embedding; tied: one matrix for both."""
-
-    layers: int
-    hidden: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    experts: int
-    experts_per_token: int
-    expert_hidden: int
-    vocabulary: int
-    tied: bool = False
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts of all layers."""
-        return self.layers * self.experts * 3 * self.hidden * self.expert_hidden
-
-    @property
-    def other_parameters(self) -> int:
-        """Parameters outside the experts: embeddings, attention, routers, norms."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_value_heads)
-        norms = 2 * self.hidden + 2 * self.head_dim
-        layer = attention + norms + self.hidden * self.experts
-        return self.layers * layer + self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """All parameters."""
-        return self.expert_parameters + self.other_parameters
-
-    @property
-    def route_bytes_per_token(self) -> int:
-        """Bytes of one token's routing trace: one or two for each layer and chosen expert."""
-        return self.layers * self.experts_per_token * (1 if self.experts <= 256 else 2)
+QWEN3_30B_A3B = ModelSizes(
+    layers=48,
+    hidden=2048,
+    heads=32,
+    key_value_heads=4,
+    head_dim=128,
+    intermediate=6144,
+    vocabulary=151936,
+    context=40960,
+    tied=False,
+    experts=128,
+    top_k=8,
+    expert_hidden=768,
+    moe_layers=(True,) * 48,
+)
 
 
-QWEN3_30B_A3B = ModelShape(48, 2048, 32, 4, 128, 128, 8, 768, 151936)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Bytes. weights: the policy once, as served. trainer_rank: weights, float32 gradients and optimizer state of the
-    fullest rank, without activations. route_bytes_step: routing traces of one step at the response limit.
-    queue_bytes: all groups that may be in flight at the bound, at the response limit."""
-
-    parameters: int
-    weights: int
-    engine_device: int
-    trainer_rank: int
-    route_bytes_step: int
-    queue_bytes: int
-
-
-def estimate(config: RunConfig, shape: ModelShape) -> Estimate:
-    """Memory of a run, from its sizes alone. Prompts are not counted: the response limit dominates."""
-    number = {"float32": 4, "bfloat16": 2}
-    layout = config.trainer.layout
-    expert_tensor = layout.expert_tensor or layout.tensor
-    dense = -(-shape.other_parameters // (layout.tensor * layout.pipeline))
-    experts = -(-shape.expert_parameters // (layout.expert * expert_tensor * layout.pipeline))
-    state = 8 + (4 if config.trainer.dtype == "bfloat16" else 0)  # two moments, and float32 master weights
-    dense_copies = layout.data if config.trainer.distributed_optimizer else 1
-    expert_copies = (
-        max(1, layout.data * layout.tensor // (layout.expert * expert_tensor))
-        if config.trainer.distributed_optimizer
-        else 1
-    )
-    stored = number[config.trainer.dtype] + 4
-    rank = (dense + experts) * stored + dense * state // dense_copies + experts * state // expert_copies
-    samples = config.trainer.groups_per_step * config.rollout.samples_per_prompt
-    tokens = samples * config.rollout.max_new_tokens
-    routes = 0 if config.trainer.routing_replay == "off" else shape.route_bytes_per_token
-    engine = shape.parameters * number[config.engine.dtype]
-    return Estimate(
-        parameters=shape.parameters,
-        weights=engine,
-        engine_device=-(-engine // config.engine.tensor_parallel),
-        trainer_rank=rank,
-        route_bytes_step=tokens * routes,
-        queue_bytes=tokens * (4 + 4 + 1 + routes) * (config.lag.max + 1),
-    )
-
-
-def shape_of(config: RunConfig) -> ModelShape | None:
+def sizes_of(config: RunConfig) -> ModelSizes | None:
     """The model's sizes: from model.tiny, from config.json if the folder is here, else from a known name, else None.
 
-    Raises ConfigError if config.json is damaged.
+    None also for a model that is no Qwen3-MoE, whose parameters are not counted. Raises ConfigError if config.json is
+    damaged.
     """
-    tiny = config.model.tiny
+    tiny, path = config.model.tiny, config.model.path
     if tiny is not None:
-        return ModelShape(
-            tiny.layers,
-            tiny.hidden,
-            tiny.heads,
-            tiny.key_value_heads,
-            tiny.head_dim,
-            tiny.experts,
-            tiny.experts_per_token,
-            tiny.expert_hidden,
-            32,
-        )
-    path = config.model.path
+        return sizes_of_tiny(tiny)
     if path is not None and (path / "config.json").is_file():
-        try:
-            return shape_from(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"model.path: {path}/config.json is not the configuration of a model ({type(error).__name__}: "
-                f"{error}). Copy the checkpoint again."
-            ) from error
+        tree = read_json(path / "config.json")
+        known = tree.get("model_type") == "qwen3_moe"
+        return model_sizes(tree, f"model.path: {path}/config.json") if known else None
     if path is not None and path.name.lower().startswith("qwen3-30b-a3b"):
         return QWEN3_30B_A3B
     return None
-
-
-def shape_from(tree: Mapping[str, Any]) -> ModelShape | None:
-    """The sizes in a Hugging Face config.json of a Qwen3-MoE; None for another architecture."""
-    if tree.get("model_type") != "qwen3_moe":
-        return None
-    return ModelShape(
-        layers=int(tree["num_hidden_layers"]),
-        hidden=int(tree["hidden_size"]),
-        heads=int(tree["num_attention_heads"]),
-        key_value_heads=int(tree["num_key_value_heads"]),
-        head_dim=int(tree["head_dim"]),
-        experts=int(tree.get("num_local_experts") or tree["num_experts"]),
-        experts_per_token=int(tree["num_experts_per_tok"]),
-        expert_hidden=int(tree["moe_intermediate_size"]),
-        vocabulary=int(tree["vocab_size"]),
-        tied=bool(tree.get("tie_word_embeddings", False)),
-    )
 
 
 def errors(config: RunConfig) -> list[str]:
@@ -163,17 +58,14 @@ def errors(config: RunConfig) -> list[str]:
         found.append(
             f"task.name: {config.task.name!r} is no task name. Use small letters, digits and hyphens, as in max-digit."
         )
-    shape = shape_of(config)
-    if shape is not None and config.model.tiny is None:
-        found += [
-            f"trainer.layout.{part} = {by} does not divide the model's {name} = {size}. Change trainer.layout.{part}."
-            for part, by, name, size in (
-                ("pipeline", config.trainer.layout.pipeline, "layers", shape.layers),
-                ("tensor", config.trainer.layout.tensor, "key-value heads", shape.key_value_heads),
-                ("expert", config.trainer.layout.expert, "experts", shape.experts),
+    sizes = sizes_of(config)
+    if sizes is not None and config.model.tiny is None:
+        found += layout_problems(sizes, config.trainer.layout)
+        if config.rollout.max_new_tokens >= sizes.context:
+            found.append(
+                f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the model's "
+                f"context of {sizes.context} tokens. Lower it."
             )
-            if size % by
-        ]
     return found
 
 
@@ -210,7 +102,7 @@ def warnings(config: RunConfig) -> list[str]:
             "sat-gspo with radii below 0.01 never changes a gradient once the gate is above them. Set "
             "trainer.loss.clip_low and clip_high to 0.2."
         )
-    if config.trainer.routing_replay == "off" and (shape_of(config) is not None):
+    if config.trainer.routing_replay == "off" and sizes_of(config) is not None:
         found.append(
             "trainer.routing_replay is off for a mixture of experts: trainer and engine may choose different experts "
             "for the same token, which shows as policy lag where there is none. Set it to required."
@@ -220,9 +112,15 @@ def warnings(config: RunConfig) -> list[str]:
             f"model.path: {config.model.path} is not on this machine, so its sizes were taken from its name. It has to "
             "be there before `lagrange up`."
         )
-    for key, value in config.task.parameters.items():
-        if (key == "path" or key.endswith("_path")) and not Path(str(value)).exists():
-            found.append(f"task.parameters.{key}: {value} is not on this machine. It has to be there before the run.")
+    sizes = sizes_of(config)
+    e = None if sizes is None else estimate(config, sizes)
+    if e is not None and e.queue_limit < e.queue_bytes / 2:
+        field = "max_memory_mb" if config.redis.payloads == "redis" else "payload_limit_mb"
+        found.append(
+            f"trajectories may take {_bytes(e.queue_limit)}, which responses of {e.queue_limit / e.queue_bytes:.1%} of "
+            f"rollout.max_new_tokens fill: then workers wait, and lag.max is not reached. Raise redis.{field} to what "
+            "the server has."
+        )
     return found
 
 
@@ -249,7 +147,7 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
         (
             "step",
             f"{step} groups x {rollout.samples_per_prompt} samples = {step * rollout.samples_per_prompt} responses of "
-            f"at most {rollout.max_new_tokens:,} tokens; {config.run.steps} steps.",
+            f"at most {_plural(rollout.max_new_tokens, 'token')}; {_plural(config.run.steps, 'step')}.",
         ),
         ("loss", _loss(config)),
         (
@@ -268,15 +166,15 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
         ("task", f"{config.task.name}."),
         (
             "restart",
-            f"from the last checkpoint, at most {config.trainer.checkpoint.interval_steps} steps back; "
+            f"from the last checkpoint, at most {_plural(config.trainer.checkpoint.interval_steps, 'step')} back; "
             f"{config.trainer.retention}s of trained groups are kept until then.",
         ),
     ]
-    shape = shape_of(config)
-    if shape is None:
+    sizes = sizes_of(config)
+    if sizes is None:
         lines.append(("memory", "not estimated: the model's sizes are not known on this machine."))
         return lines
-    e = estimate(config, shape)
+    e = estimate(config, sizes)
     lines += [
         (
             "model",
@@ -293,13 +191,27 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
         (
             "routing",
             f"{_bytes(e.route_bytes_step)} of routing traces a step at the response limit "
-            f"({shape.route_bytes_per_token} bytes a token)."
+            f"({route_bytes_per_token(sizes)} bytes a token)."
             if e.route_bytes_step
             else "not replayed.",
         ),
-        ("queue memory", f"at most {_bytes(e.queue_bytes)} at the bound and the response limit, before compression."),
+        ("queue memory", _queue(e)),
     ]
     return lines
+
+
+def _queue(e: Estimate) -> str:
+    kept = (
+        f"{_bytes(e.kept_bytes)} more of trained groups that are kept until their checkpoint (freed sooner where room "
+        "is short), "
+        if e.kept_bytes
+        else ""
+    )
+    return (
+        f"at most {_bytes(e.queue_bytes)} of responses in flight at their limit, {kept}and "
+        f"{_bytes(e.bytes_per_prompt_token)} for each token of their prompts, before compression; "
+        f"{_bytes(e.queue_limit)} are allowed."
+    )
 
 
 def _loss(config: RunConfig) -> str:
@@ -324,7 +236,7 @@ def _bytes(size: int) -> str:
 
 
 def _plural(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def _count(number: int) -> str:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 def _interval_fits_the_bound(c: RunConfig) -> str | None:
     need = c.weights.publish_interval - 1
     if c.lag.max < need:
+        interval = f"{c.lag.max + 1} or less" if c.lag.max else "1"
         return (
             f"lag.max is {c.lag.max} but weights.publish_interval is {c.weights.publish_interval}: the engines' "
-            f"weights are up to "
-            f"{need} versions old, so no group could be trained. Set weights.publish_interval: {c.lag.max + 1} or "
-            f"less, or lag.max to at least {need}."
+            f"weights are up to {need} version{'s' * (need > 1)} old, so no group could be trained. Set "
+            f"weights.publish_interval: {interval}, or lag.max to at least {need}."
         )
     return None
 
@@ -73,6 +73,7 @@ def _tiny_model_fits_the_layout(c: RunConfig) -> str | None:
         ("layers", tiny.layers, "pipeline", layout.pipeline),
         ("key_value_heads", tiny.key_value_heads, "tensor", layout.tensor),
         ("experts", tiny.experts, "expert", layout.expert),
+        ("expert_hidden", tiny.expert_hidden, "expert_tensor", layout.expert_tensor or layout.tensor),
     ):
         if size % by:
             return (
@@ -101,6 +102,17 @@ def _groups_can_be_complete(c: RunConfig) -> str | None:
         return (
             f"rollout.min_samples = {c.rollout.min_samples} is above rollout.samples_per_prompt = "
             f"{c.rollout.samples_per_prompt}. Lower it."
+        )
+    return None
+
+
+def _overlong_buffer_fits(c: RunConfig) -> str | None:
+    shaping = c.task.shaping
+    limit = shaping.length_limit or c.rollout.max_new_tokens
+    if shaping.overlong_buffer > limit:
+        return (
+            f"task.shaping.overlong_buffer = {shaping.overlong_buffer} is longer than the longest response of {limit} "
+            f"token{'s' * (limit > 1)} (task.shaping.length_limit, else rollout.max_new_tokens). Lower it."
         )
     return None
 
@@ -135,6 +147,7 @@ CROSS_FIELD_RULES = (
     _experts_fit_the_ranks,
     _tiny_model_fits_the_layout,
     _groups_can_be_complete,
+    _overlong_buffer_fits,
     _straggler_wait_covers_a_lease,
     _shared_engines_know_priorities,
 )

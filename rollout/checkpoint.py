@@ -6,13 +6,12 @@ must have.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.load import ConfigError
+from configs.model_sizes import model_sizes, read_json, text_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,47 +34,31 @@ class Checkpoint:
         """Whether the model has experts, and so routes to record."""
         return self.experts > 0
 
+    def without_routes(self) -> Checkpoint:
+        """The same as rollouts see it whose routes nobody wants: as if it had no experts."""
+        return replace(self, experts=0, top_k=0)
+
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read `folder`. Raises ConfigError, with what to do, if it is not a checkpoint."""
-    config = _read(folder / "config.json")
-    text = config.get("text_config", config)
-    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
-    try:
-        return Checkpoint(
-            folder=folder,
-            layers=int(text["num_hidden_layers"]),
-            experts=experts,
-            top_k=int(text["num_experts_per_tok"]) if experts else 0,
-            vocabulary=int(text["vocab_size"]),
-            context=int(text["max_position_embeddings"]),
-            stop_ids=_stop_ids(folder, config, text),
-        )
-    except KeyError as error:
-        raise ConfigError(
-            f"model.path: {folder}/config.json lacks {error}. Use a checkpoint in Hugging Face layout."
-        ) from error
+    tree = read_json(folder / "config.json")
+    sizes = model_sizes(tree, f"model.path: {folder}/config.json")
+    return Checkpoint(
+        folder=folder,
+        layers=sizes.layers,
+        experts=sizes.experts,
+        top_k=sizes.top_k,
+        vocabulary=sizes.vocabulary,
+        context=sizes.context,
+        stop_ids=_stop_ids(folder, tree),
+    )
 
 
-def _stop_ids(folder: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
+def _stop_ids(folder: Path, tree: Mapping[str, Any]) -> tuple[int, ...]:
     """eos_token_id of generation_config.json, which wins as in transformers, else of config.json."""
     generation = folder / "generation_config.json"
-    named = _read(generation).get("eos_token_id") if generation.exists() else None
-    ids = named if named is not None else text.get("eos_token_id", config.get("eos_token_id"))
+    named = read_json(generation).get("eos_token_id") if generation.exists() else None
+    ids = named if named is not None else text_part(tree).get("eos_token_id", tree.get("eos_token_id"))
     if ids is None:
         return ()
     return tuple(int(i) for i in ids) if isinstance(ids, list) else (int(ids),)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"model.path: {path} cannot be read ({error.strerror}). Name a folder in Hugging Face layout."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"model.path: {path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"model.path: {path} is not a JSON object")
-    return content

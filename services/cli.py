@@ -73,12 +73,14 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
     config = load_config(file, pairs(settings, "--set"))
     loss = catalogue.loss_settings(config)
     absent = []
-    try:
-        make_task(config.task.name, config.run.seed, config.task.parameters)
-    except ConfigError as error:
-        if not isinstance(error.__cause__, BadRow):
-            raise
-        absent.append(f"{error} The workers need it; here it may be absent.")  # data may lie on another machine
+    tasks = [(config.task.name, config.task.parameters), *((t.name, t.parameters) for t in config.evaluation.tasks)]
+    for name, parameters in tasks:
+        try:
+            make_task(name, config.run.seed, parameters)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, BadRow):
+                raise
+            absent.append(f"{error} The workers need it; here it may be absent.")  # data may lie on another machine
     found = checks.errors(config)
     if found:
         raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from configs.sections.section import Port, Positive, Processes, Seconds, Section
 
@@ -23,6 +24,15 @@ class ShapingSection(Section):
     )
     format_pattern: str | None = Field(None, description="Regular expression that a well-formed response matches.")
     format_reward: float = Field(0.0, description="Added to the reward of a response that matches format_pattern.")
+
+    @field_validator("format_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{pattern!r} is no regular expression ({error}). Mend it.") from error
+        return pattern
 
 
 class CurriculumSection(Section):

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from configs.sections.section import Port, Positive, Seconds, Section
 
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"  # of a folder and of keys: never . or .., and no option
+PAYLOAD_SHARE = 0.6  # of Redis' memory limit: a payload costs up to 1.24 times its bytes, and staging needs room
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
 
@@ -50,7 +51,9 @@ class RedisSection(Section):
     port: Port = Field(0, description="Port of the embedded server; 0: a free one.")
     timeout_s: Seconds = Field(10.0, description="Longest wait for one answer of the server, in seconds.")
     max_memory_mb: Positive = Field(
-        1024, description="Memory limit of the embedded server, in MiB (policy noeviction)."
+        1024,
+        description="Memory of the server (policy noeviction), in MiB: the embedded one gets it, another one's is to "
+        "be said here; trajectories may take 60 % of it.",
     )
     payloads: Literal["redis", "folder"] = Field(
         "redis", description="Where trajectories lie: in Redis, or as files in payload_folder."
@@ -64,6 +67,13 @@ class RedisSection(Section):
     compression: Literal["none", "zstd"] = Field(
         "none", description="Compress trajectories: fewer bytes for more CPU time (docs/queue.md)."
     )
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that trajectories may take: of a folder its limit, of Redis a share of its memory."""
+        if self.payloads == "folder" and self.payload_limit_mb is not None:
+            return self.payload_limit_mb * 2**20
+        return int(self.max_memory_mb * 2**20 * PAYLOAD_SHARE)
 
     @model_validator(mode="after")
     def _address_is_one_without_secrets(self) -> RedisSection:
@@ -144,7 +154,7 @@ class TinyModel(Section):
     hidden: Positive = Field(64, description="Width of the residual stream.")
     heads: Positive = Field(4, description="Attention heads.")
     key_value_heads: Positive = Field(2, description="Key-value heads.")
-    head_dim: Positive = Field(32, description="Width of one head.")
+    head_dim: Positive = Field(32, multiple_of=2, description="Width of one head; even, as rotary embeddings need.")
     experts: Positive = Field(8, description="Experts in each layer.")
     experts_per_token: Positive = Field(2, description="Experts that a token is routed to.")
     expert_hidden: Positive = Field(64, description="Width of one expert's inner layer.")

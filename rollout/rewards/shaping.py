@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from configs.load import ConfigError
 from configs.schema import ShapingSection
 from rollout.tasks.types import Response
 
@@ -27,16 +26,9 @@ class Shaping:
 
     @classmethod
     def of(cls, section: ShapingSection, max_new_tokens: int) -> Shaping:
-        """As configured. max_new_tokens: the response limit, where the penalty is full. Raises ConfigError."""
-        try:
-            pattern = re.compile(section.format_pattern, re.DOTALL) if section.format_pattern else None
-        except re.error as error:
-            raise ConfigError(f"task.shaping.format_pattern: {error}") from error
+        """As configured. max_new_tokens: the response limit, where the penalty is full."""
+        pattern = re.compile(section.format_pattern, re.DOTALL) if section.format_pattern else None
         limit = section.length_limit or max_new_tokens
-        if section.overlong_buffer > limit:
-            raise ConfigError(
-                f"task.shaping.overlong_buffer = {section.overlong_buffer} is above the limit of {limit} tokens"
-            )
         return cls(
             length_limit=limit,
             overlong_buffer=section.overlong_buffer,

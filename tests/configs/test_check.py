@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from broker.types import Group, Trajectory, VersionRun
+from broker.wire import encode
 from configs import RunConfig, load_config
-from configs.check import QWEN3_30B_A3B, errors, estimate, meaning, shape_from, shape_of, warnings
+from configs.check import QWEN3_30B_A3B, errors, meaning, sizes_of, warnings
+from configs.memory import estimate, parameters, route_bytes_per_token
+from configs.model_sizes import model_sizes
 from configs.schema import TinyModel
 from services.local.tiny_model import model_config
 
@@ -39,32 +44,63 @@ def test_the_papers_setting_is_what_its_files_say() -> None:
 
 
 def test_qwen3_30b_a3b_has_the_published_number_of_parameters() -> None:
-    assert QWEN3_30B_A3B.parameters == 30_532_122_624
+    assert parameters(QWEN3_30B_A3B) == 30_532_122_624
 
 
 def test_the_tiny_models_parameters_are_counted_exactly_from_either_source() -> None:
-    shape = shape_of(local())
-    assert shape is not None
-    assert shape.parameters == 251_328
-    assert shape_from(model_config(TinyModel())) == shape
+    sizes = sizes_of(local())
+    assert sizes is not None
+    assert parameters(sizes) == 251_328
+    assert model_sizes(model_config(TinyModel())) == sizes
 
 
 def test_memory_of_the_papers_setting_fits_its_devices_and_scales_with_the_bound() -> None:
     one, eight = (load_config(CONFIGS / f"qwen3-30b-a3b{name}.yaml") for name in ("", "-lag8"))
     first, second = estimate(one, QWEN3_30B_A3B), estimate(eight, QWEN3_30B_A3B)
-    assert first.weights == 2 * QWEN3_30B_A3B.parameters
+    assert first.weights == 2 * parameters(QWEN3_30B_A3B)
     assert 60 * GIB < first.trainer_rank < 75 * GIB
     assert first.route_bytes_step == 256 * 16 * 32768 * 48 * 8
     assert second.queue_bytes * 2 == first.queue_bytes * 9
 
 
+def test_queue_memory_counts_prompts_routes_and_what_is_kept_until_the_checkpoint() -> None:
+    config = local(**{"rollout.max_new_tokens": 100, "trainer.checkpoint.interval_steps": 3, "lag.max": 1})
+    prompt = local(**{**{"rollout.max_new_tokens": 100, "lag.max": 1}, "trainer.retention": "prompt"})
+    sizes = sizes_of(config)
+    assert sizes is not None
+    assert route_bytes_per_token(sizes) == 4
+    found, freed = estimate(config, sizes), estimate(prompt, sizes)
+    samples = 16 * 16
+    stored = len(encode(group_of(samples, prompt=7, response=100, routes=(2, 2)))) * 5
+    predicted = found.queue_bytes + found.kept_bytes + 7 * found.bytes_per_prompt_token
+    assert predicted == pytest.approx(stored, rel=0.1)  # the header, and padding to 16 bytes
+    assert (freed.queue_bytes, freed.kept_bytes) == (found.queue_bytes, 0)
+    said = dict(meaning(config))
+    assert "trained groups that are kept until their checkpoint" in said["queue memory"]
+    assert "kept" not in dict(meaning(prompt))["queue memory"]
+
+
+def group_of(samples: int, prompt: int, response: int, routes: tuple[int, int]) -> Group:
+    one = Trajectory(
+        prompt_ids=np.zeros(prompt, np.int32),
+        response_ids=np.zeros(response, np.int32),
+        log_probs=np.zeros(response, np.float32),
+        loss_mask=np.ones(response, np.bool_),
+        versions=(VersionRun(0, response, 0),),
+        reward=0.0,
+        finish="stop",
+        routes=np.zeros((prompt + response - 1, *routes), np.uint8),
+    )
+    return Group("r", 0, 0, 0, "task", "engine", "worker", samples, 0.0, (one,) * samples)
+
+
 def test_the_distributed_optimizer_lowers_a_ranks_memory_by_the_copies_that_it_spreads() -> None:
     config = local(**{"trainer.layout": {"data": 2}})
     spread = local(**{"trainer.layout": {"data": 2}, "trainer.distributed_optimizer": True})
-    shape = shape_of(config)
-    assert shape is not None
-    assert estimate(config, shape).trainer_rank == shape.parameters * 16
-    assert estimate(spread, shape).trainer_rank == shape.parameters * 12
+    sizes = sizes_of(config)
+    assert sizes is not None
+    assert estimate(config, sizes).trainer_rank == parameters(sizes) * 16
+    assert estimate(spread, sizes).trainer_rank == parameters(sizes) * 12
 
 
 @pytest.mark.parametrize(
@@ -77,7 +113,10 @@ def test_the_distributed_optimizer_lowers_a_ranks_memory_by_the_copies_that_it_s
         ({"trainer.loss": {"name": "sat-gspo", "clip_low": 3e-4, "clip_high": 4e-4}}, "never changes a gradient"),
         ({"trainer.routing_replay": "off"}, "different experts"),
         ({"model.tiny": None, "model.path": "nowhere/m"}, "not on this machine"),
-        ({"task.parameters": {"path": "nowhere/x.jsonl"}}, "task.parameters.path"),
+        (
+            {"rollout.max_new_tokens": 300, "redis.max_memory_mb": 2, "trainer.groups_per_step": 64},
+            "Raise redis.max_memory_mb",
+        ),
     ],
 )
 def test_a_setting_that_wastes_work_or_does_nothing_is_warned_of(overrides: dict[str, object], words: str) -> None:
@@ -102,6 +141,19 @@ def test_a_layout_that_does_not_divide_a_checkpoint_is_an_error(tmp_path: Path) 
     assert errors(config) == [
         "trainer.layout.expert = 3 does not divide the model's experts = 8. Change trainer.layout.expert."
     ]
+
+
+def test_a_response_limit_that_leaves_no_room_for_a_prompt_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model_config(TinyModel())))
+    path = {"model.tiny": None, "model.path": str(tmp_path)}
+    assert errors(local(**path, **{"rollout.max_new_tokens": 511})) == []
+    assert "context of 512 tokens" in errors(local(**path, **{"rollout.max_new_tokens": 512}))[0]
+
+
+def test_one_of_a_thing_is_said_in_the_singular() -> None:
+    said = dict(meaning(local(**{"run.steps": 1, "trainer.checkpoint.interval_steps": 1})))
+    assert "at most 1 token; 1 step." in said["step"]
+    assert "at most 1 step back" in said["restart"]
 
 
 def test_the_bound_is_said_in_plain_words() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs import ConfigError, load_config
-from configs.check import shape_of
+from configs.check import sizes_of
 from configs.load import parse_yaml, validated
 
 LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
@@ -59,11 +59,27 @@ def test_a_key_that_an_anchor_brought_may_be_overridden() -> None:
         ("redis.url", "http://localhost:6379"),
         ("redis.url", ""),
         ("engine.urls", ["localhost:30000"]),
+        ("task.shaping.format_pattern", "("),
+        ("task.shaping.overlong_buffer", 2),
+        ("model.tiny.head_dim", 31),
+        ("lag.max", True),
+        ("trainer.optimizer.learning_rate", True),
+        ("trainer.loss.clip_low", True),
+        ("rollout.workers", False),
+        ("engine.max_total_tokens", True),
+        ("trainer.loss.parameters", {"x": True}),
     ],
 )
 def test_a_value_that_no_run_could_use_is_refused_by_the_name_of_its_field(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         load_config(LOCAL, {name: value})
+
+
+def test_a_number_may_be_written_in_any_way_that_yaml_or_a_person_writes_it() -> None:
+    for text in ("2.0e-3", "2e-3", "'0.002'"):
+        config = load_config(LOCAL, {"trainer.optimizer.learning_rate": parse_yaml(text)})
+        assert config.trainer.optimizer.learning_rate == 0.002
+    assert load_config(LOCAL, {"task.parameters": {"chat": False}, "engine.metrics": True}).engine.metrics is True
 
 
 @pytest.mark.parametrize(
@@ -87,10 +103,10 @@ def test_a_tree_that_is_no_configuration_is_a_message_wherever_it_comes_from() -
 def test_a_damaged_config_json_of_a_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     config = load_config(LOCAL, {"model": {"path": str(tmp_path)}})
-    with pytest.raises(ConfigError, match=r"config\.json is not the configuration of a model"):
-        shape_of(config)
+    with pytest.raises(ConfigError, match=r"model\.path: .*config\.json"):
+        sizes_of(config)
 
 
 def test_a_model_of_another_kind_has_no_known_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
-    assert shape_of(load_config(LOCAL, {"model": {"path": str(tmp_path)}})) is None
+    assert sizes_of(load_config(LOCAL, {"model": {"path": str(tmp_path)}})) is None

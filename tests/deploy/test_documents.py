@@ -7,7 +7,8 @@ import re
 import pytest
 
 from configs import load_config
-from configs.check import estimate, shape_of
+from configs.check import sizes_of
+from configs.memory import estimate
 from tests.deploy.tools import DEPLOY, OVERLAYS, ROOT
 
 PAGES = tuple(sorted((ROOT / "docs/deploy").glob("*.md")))
@@ -35,9 +36,9 @@ def test_every_overlay_is_described() -> None:
 def test_the_sizes_are_those_that_lagrange_check_computes(name: str, says: str) -> None:
     text = (ROOT / "docs/deploy/sizing.md").read_text(encoding="utf-8")
     config = load_config(DEPLOY / "configs" / name / "config.yaml")
-    shape = shape_of(config)
-    assert shape is not None
-    found = estimate(config, shape)
+    sizes = sizes_of(config)
+    assert sizes is not None
+    found = estimate(config, sizes)
     assert f"{found.queue_bytes / 2**30:.0f} GiB" == says
     assert f"| {says} |" in text
     assert f"| {found.trainer_rank / 2**30:.1f} GiB |" in text

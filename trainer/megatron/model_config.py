@@ -6,8 +6,7 @@ torch.distributed, no files but config.json, no megatron.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from configs.load import ConfigError
+from configs.model_sizes import ModelSizes, layout_problems, model_sizes, read_json
 from configs.schema import LayoutSection, TrainerSection
 
 _MOE = {"qwen3_moe"}
@@ -23,60 +23,27 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The model as config.json describes it. Sizes in elements; experts is 0 for a dense model."""
+class ModelShape(ModelSizes):
+    """The model as config.json describes it: its sizes, and what else megatron has to know."""
 
     family: str
-    layers: int
-    hidden: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    context: int
     norm_epsilon: float
     rope_theta: float
     rope_llama3_factor: float | None
-    tied: bool
     qk_norm: bool
     qkv_bias: bool
-    experts: int
-    top_k: int
-    expert_intermediate: int
     norm_topk_prob: bool
-    moe_layers: tuple[bool, ...]
-
-    @property
-    def moe_layer_count(self) -> int:
-        """Layers that route tokens to experts."""
-        return sum(self.moe_layers)
 
 
 def read_model_shape(folder: Path) -> ModelShape:
     """Read folder/config.json. Raises ConfigError for a missing file, a missing field or an unknown family."""
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}). model.path must name a Hugging Face folder."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    return model_shape(raw, str(path))
+    return model_shape(read_json(path), f"model.path: {path}")
 
 
 def model_shape(raw: dict[str, Any], where: str = "config.json") -> ModelShape:
     """The shape that the content of a config.json describes; `where` begins the error messages."""
-
-    def need(*names: str) -> Any:
-        for name in names:
-            if raw.get(name) is not None:
-                return raw[name]
-        raise ConfigError(f"{where}: {' or '.join(names)} is missing.")
-
-    family = need("model_type")
+    family = raw.get("model_type")
     if raw.get("attention_bias"):
         raise ConfigError(
             f"{where}: attention_bias is true, which gives o_proj a bias too; Megatron-core has that one only with "
@@ -90,34 +57,25 @@ def model_shape(raw: dict[str, Any], where: str = "config.json") -> ModelShape:
         raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only silu.")
     if raw.get("use_sliding_window"):
         raise ConfigError(f"{where}: use_sliding_window is not supported.")
-    moe = family in _MOE
-    layers, heads, hidden = need("num_hidden_layers"), need("num_attention_heads"), need("hidden_size")
+    sizes = model_sizes(raw, where)
     theta, factor = _rope(raw, where)
-    experts = need("num_experts", "num_local_experts") if moe else 0
-    step, dense_layers = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
+    for name, missing in (
+        ("num_experts or num_local_experts", family in _MOE and not sizes.experts),
+        ("moe_intermediate_size", family in _MOE and raw.get("moe_intermediate_size") is None),
+        ("intermediate_size", not all(sizes.moe_layers) and not sizes.intermediate),
+        ("rms_norm_eps", raw.get("rms_norm_eps") is None),
+    ):
+        if missing:
+            raise ConfigError(f"{where} lacks {name}.")
     return ModelShape(
+        **asdict(sizes),
         family=family,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or hidden // heads,
-        intermediate=need("intermediate_size")
-        if not moe or dense_layers or step > 1
-        else raw.get("intermediate_size", 0),
-        vocabulary=need("vocab_size"),
-        context=need("max_position_embeddings"),
-        norm_epsilon=need("rms_norm_eps"),
+        norm_epsilon=float(raw["rms_norm_eps"]),
         rope_theta=theta,
         rope_llama3_factor=factor,
-        tied=bool(raw.get("tie_word_embeddings", False)),
         qk_norm=family not in ("llama", "qwen2"),
         qkv_bias=family == "qwen2",
-        experts=experts,
-        top_k=need("num_experts_per_tok") if moe else 0,
-        expert_intermediate=need("moe_intermediate_size") if moe else 0,
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
-        moe_layers=tuple(moe and i not in dense_layers and (i + 1) % step == 0 for i in range(layers)),
     )
 
 
@@ -138,27 +96,8 @@ def _rope(raw: dict[str, Any], where: str) -> tuple[float, float | None]:
 
 def check_layout(shape: ModelShape, layout: LayoutSection) -> None:
     """Raise ConfigError unless every rank gets an equal share of the model."""
-    expert_tensor = layout.expert_tensor or layout.tensor
-    parts = [
-        ("num_hidden_layers", shape.layers, "pipeline", layout.pipeline),
-        ("num_attention_heads", shape.heads, "tensor", layout.tensor),
-        ("num_key_value_heads", shape.key_value_heads, "tensor", layout.tensor),
-        ("vocab_size", shape.vocabulary, "tensor", layout.tensor),
-    ]
-    if shape.experts:
-        parts += [
-            ("num_experts", shape.experts, "expert", layout.expert),
-            ("moe_intermediate_size", shape.expert_intermediate, "expert_tensor", expert_tensor),
-        ]
-    elif layout.expert > 1 or (layout.expert_tensor or 1) > 1:
-        raise ConfigError("trainer.layout.expert and expert_tensor must be 1: the model has no experts.")
-    if not all(shape.moe_layers):
-        parts.append(("intermediate_size", shape.intermediate, "tensor", layout.tensor))
-    for name, size, part, by in parts:
-        if size % by:
-            raise ConfigError(
-                f"the model's {name} = {size} is not divisible by trainer.layout.{part} = {by}. Change the layout."
-            )
+    if problems := layout_problems(shape, layout):
+        raise ConfigError("\n".join(problems))
 
 
 def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[str, Any]:
@@ -168,7 +107,7 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[st
     arguments: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
-        "ffn_hidden_size": shape.intermediate or shape.expert_intermediate,
+        "ffn_hidden_size": shape.intermediate or shape.expert_hidden,
         "num_attention_heads": shape.heads,
         "num_query_groups": shape.key_value_heads,
         "kv_channels": shape.head_dim,
@@ -210,7 +149,7 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[st
         arguments |= {
             "num_moe_experts": shape.experts,
             "moe_layer_freq": [int(x) for x in shape.moe_layers],
-            "moe_ffn_hidden_size": shape.expert_intermediate,
+            "moe_ffn_hidden_size": shape.expert_hidden,
             "moe_router_topk": shape.top_k,
             "moe_router_pre_softmax": not shape.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
