@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +22,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from configs import ConfigError, RunConfig, load_config
-from configs.secrets import API_TOKEN, REDIS_PASSWORD, read_secret
+from configs.secrets import API_TOKEN, read_secret
 from services.evaluation.commands import add_to as add_evaluation_commands
 from services.options import ConfigOption, pairs
 from services.queue_cli.commands import add_to as add_queue_commands
+
+WIDE = 200  # columns of a table that goes into a file or a pipe
 
 app = typer.Typer(
     name="lagrange",
@@ -97,9 +100,27 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
 
 
 @app.command()
-def schema() -> None:
-    """Print the JSON schema of a configuration: every field with its meaning, unit and default."""
-    typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+def schema(
+    section: Annotated[str, typer.Argument(help="Only fields whose name begins so: lag, trainer.loss.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="The JSON schema instead, for an editor.")] = False,
+) -> None:
+    """List every field of a configuration: what it may be, its default, its meaning and unit."""
+    from configs.fields import fields
+
+    if as_json:
+        typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+        return
+    found = [field for field in fields() if f"{field.name}.".startswith(section)]
+    if not found:
+        raise ConfigError(f"no field begins with {section!r}. `lagrange schema` lists them all.")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("field", "may be", "default", "meaning"):
+        table.add_column(column, overflow="fold", style="bold" if column == "field" else None)
+    for field in found:
+        table.add_row(*map(escape, (field.name, field.kind, field.default or "to be set", field.meaning)))
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=WIDE)
+    console.print(table)
 
 
 @app.command()
@@ -178,11 +199,8 @@ def monitor(config: ConfigOption) -> None:
 @app.command()
 def status(target: TargetArgument) -> None:
     """Show a running run once: step, lag, queue, engines and ledger."""
-    look, close = looker(target, hint="lagrange watch follows")
-    try:
+    with looker(target, hint="lagrange watch follows") as look:
         Console().print(look())
-    finally:
-        close()
 
 
 @app.command()
@@ -195,52 +213,54 @@ def watch(
 
     from rich.live import Live
 
-    look, close = looker(target, hint="Ctrl-C ends the view, the run goes on")
+    from services.local.open_run import NotRunning
+
     try:
-        with Live(look(), console=Console(), auto_refresh=False) as live:
+        with (
+            looker(target, hint="Ctrl-C ends the view, the run goes on") as look,
+            Live(look(), console=Console(), auto_refresh=False) as live,
+        ):
             while True:
                 time.sleep(every)
                 try:
                     live.update(look(), refresh=True)
+                except NotRunning:
+                    raise
                 except user_errors() as error:
                     live.console.print(f"[yellow]{escape(str(error))}[/]")
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    finally:
-        close()
 
 
-def looker(target: str, hint: str) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """How to draw the run at `target` (a folder or a monitor's URL) now, and how to let go of it."""
+def looker(target: str, hint: str) -> AbstractContextManager[Callable[[], Any]]:
+    """How to draw the run at `target` (a folder or a monitor's URL) now."""
     if not target.startswith(("http://", "https://")):
         return folder_looker(Path(target), hint)
     from services.local.live import screen
     from services.monitor.remote import ask, view_of_overview
 
     overview = ask(target, read_secret(API_TOKEN))
-    return lambda: screen(view_of_overview(overview(), target, hint)), lambda: None
+    return nullcontext(lambda: screen(view_of_overview(overview(), target, hint)))
 
 
-def folder_looker(folder: Path, hint: str) -> tuple[Callable[[], Any], Callable[[], None]]:
+@contextmanager
+def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
     """As `looker`, of a run on this machine: asks its Redis."""
-    from broker.queue import Broker
     from services.local.live import ProcessFacts, screen, view_of
-    from services.local.metrics import read_metrics
+    from services.local.metrics import read_metrics, series_of
+    from services.local.open_run import opened, see_it_runs
 
-    config = run_config(folder)
-    if config.redis.url is None:
-        raise ConfigError(f"{folder}/config.yaml: redis.url is not set, so there is nothing to ask.")
-    broker = Broker.of_run(config, read_secret(REDIS_PASSWORD))
-
-    def look() -> Any:
-        snapshot = broker.snapshot()
-        records = read_metrics(folder / "metrics.jsonl")
-        rewards = [float(r["reward_mean"]) for r in records if isinstance(r.get("reward_mean"), int | float)]
-        elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
+    with opened(folder) as (broker, config):
         url = f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}"
-        return screen(view_of(snapshot, rewards, ProcessFacts(elapsed, url, str(folder), hint=hint)))
 
-    return look, broker.close
+        def look() -> Any:
+            see_it_runs(config, folder)
+            snapshot, records = broker.snapshot(), read_metrics(folder / "metrics.jsonl")
+            elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
+            rewards, seconds = series_of(records, "reward_mean"), series_of(records, "step_s")
+            return screen(view_of(snapshot, rewards, ProcessFacts(elapsed, url, str(folder), hint=hint), seconds))
+
+        yield look
 
 
 @app.command()
@@ -274,6 +294,7 @@ def user_errors() -> tuple[type[Exception], ...]:
     found: list[type[Exception]] = [ConfigError]
     for module, names in (
         ("services.local.layout", ("CannotStart",)),
+        ("services.local.open_run", ("NotRunning",)),
         ("broker.errors", ("BrokerError",)),
         ("services.monitor.remote", ("CannotWatch",)),
     ):

@@ -20,6 +20,7 @@ from broker.types import Snapshot
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 REWARD_POINTS = 40
+PACE_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,13 @@ class LiveView:
     facts: ProcessFacts
 
 
-def view_of(snapshot: Snapshot | None, rewards: Sequence[float], facts: ProcessFacts) -> LiveView:
-    """The view at the time of `snapshot` (None: no answer of Redis yet). rewards: mean reward of each step so far."""
+def view_of(
+    snapshot: Snapshot | None, rewards: Sequence[float], facts: ProcessFacts, step_seconds: Sequence[float] = ()
+) -> LiveView:
+    """The view at the time of `snapshot` (None: no answer of Redis yet).
+
+    rewards, step_seconds: mean reward and duration of each step so far.
+    """
     if snapshot is None:
         return LiveView(
             "", "starting", 0, 0, -1, None, (), None, 0, 0, 0, 0, None, None, (), True, "nothing issued", None, facts
@@ -100,7 +106,7 @@ def view_of(snapshot: Snapshot | None, rewards: Sequence[float], facts: ProcessF
             f" + {groups.stale} stale + {groups.failed} failed"
             f" + {groups.generating + groups.ready + groups.leased} in flight"
         ),
-        eta_s=remaining_s(snapshot, metrics),
+        eta_s=remaining_s(step_seconds, snapshot.steps_total - snapshot.step),
         facts=facts,
     )
 
@@ -119,12 +125,15 @@ def wait_share(metrics: dict[str, object]) -> float | None:
     return min(1.0, wait / max(wait, step))
 
 
-def remaining_s(snapshot: Snapshot, metrics: dict[str, object]) -> float | None:
-    """Seconds until the last step at the average pace so far; None before the pace is known."""
-    elapsed = number(metrics, "time_s")
-    if elapsed is None or snapshot.step < 3 or snapshot.step >= snapshot.steps_total:
+def remaining_s(step_seconds: Sequence[float], steps_left: int) -> float | None:
+    """Seconds until the last step at the mean pace of the last PACE_STEPS; None before the pace is known.
+
+    The longest of them does not count: a run's first step, also after a resume, waits for the engine to start.
+    """
+    recent = step_seconds[-PACE_STEPS:]
+    if len(recent) < 3 or steps_left <= 0:
         return None
-    return elapsed / snapshot.step * (snapshot.steps_total - snapshot.step)
+    return (sum(recent) - max(recent)) / (len(recent) - 1) * steps_left
 
 
 def condensed(values: Sequence[float], points: int) -> list[float]:

@@ -52,18 +52,24 @@ def read_evaluations(path: Path, newest: int) -> list[Record]:
     return [record for record in found if isinstance(record, dict)][-newest:]
 
 
+def series_of(records: Iterable[Record], key: str) -> list[float]:
+    """The numbers that records have under `key`."""
+    return [float(r[key]) for r in records if isinstance(r.get(key), int | float) and not isinstance(r[key], bool)]
+
+
 class MetricsTail:
-    """The mean reward of every step so far, read as the file grows."""
+    """What the terminal shows of every step so far, read as the file grows."""
+
+    KEYS = ("step", "reward_mean", "step_s")
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._rewards: dict[int, float] = {}
+        self._by_step: dict[int, Record] = {}
 
-    @property
-    def rewards(self) -> list[float]:
-        """reward_mean by rising step."""
-        return [self._rewards[step] for step in sorted(self._rewards)]
+    def series(self, key: str) -> list[float]:
+        """One of KEYS by rising step."""
+        return series_of((self._by_step[step] for step in sorted(self._by_step)), key)
 
     def read(self) -> None:
         """Take in what was appended since the last call."""
@@ -78,6 +84,4 @@ class MetricsTail:
             return
         self._offset += len(whole) + 1
         for record in parse(whole.decode("utf-8", "replace").splitlines()):
-            reward = record.get("reward_mean")
-            if isinstance(reward, int | float):
-                self._rewards[record["step"]] = float(reward)
+            self._by_step[record["step"]] = {key: record.get(key) for key in self.KEYS}

@@ -18,6 +18,7 @@ from typing import Any
 from configs import RunConfig, load_config, save_config
 from configs.schema import TinyModel
 from services.local.layout import CannotStart, new_run_id, resolve
+from services.local.open_run import LOCK
 from services.local.preflight import free_bytes, problems
 
 
@@ -98,7 +99,7 @@ def only_one(folder: Path) -> Iterator[None]:
     """Hold the run's folder; CannotStart if another `up` holds it. The kernel lets go when we end, however we end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "up.lock").open("a+")
+        lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise CannotStart(f"{folder}: cannot be written ({error.strerror}). Set run.directory.") from error
     with lock:

@@ -22,6 +22,7 @@ from services.local import report_people
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, share_bar, short
 from services.local.live import duration
 from services.local.metrics import Record, read_metrics
+from services.local.open_run import read_ledger
 
 INERT = 1e-4  # share of newly clipped tokens below which SAT changed next to nothing
 STYLE = Path(__file__).with_name("report.css")
@@ -35,11 +36,7 @@ def write_report(folder: Path, config: RunConfig, snapshot: Snapshot) -> Path:
 
 def draw_report(folder: Path, config: RunConfig) -> Path:
     """Draw report.html from the files of a run; the ledger is left out while ledger.json does not exist."""
-    try:
-        ledger = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        ledger = {}
-    _write(folder / "report.html", page(config, read_metrics(folder / "metrics.jsonl"), ledger))
+    _write(folder / "report.html", page(config, read_metrics(folder / "metrics.jsonl"), read_ledger(folder)))
     return folder / "report.html"
 
 

@@ -28,6 +28,7 @@ from services.local.plan import Plan
 from services.local.processes import Processes, explain_log
 from services.local.report import write_report
 from services.local.supervision import (
+    STOPPED,
     End,
     Ended,
     History,
@@ -35,10 +36,10 @@ from services.local.supervision import (
     RestartPolicy,
     after_exit,
     describe_exit,
+    farewell,
     recorded,
 )
 
-STOPPED = 130  # exit code after Ctrl-C, as shells use it
 Commands = Callable[[Role], Sequence[str]]
 
 
@@ -267,7 +268,7 @@ class Session:
             restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
             news=self._news,
         )
-        return view_of(self._snapshot, self._metrics.rewards, facts)
+        return view_of(self._snapshot, self._metrics.series("reward_mean"), facts, self._metrics.series("step_s"))
 
     def _tell(self, news: str) -> None:
         self._news = news
@@ -289,12 +290,7 @@ class Session:
                 self._tell(str(error))
         if self._snapshot is not None:
             write_report(folder, self._plan.config, self._snapshot)
-        if end.status == "finished":
-            said = f"Finished: {end.why}. Report: {folder / 'report.html'}"
-        else:
-            how = "Stopped." if end.code == STOPPED else f"Failed: {end.why}\n"
-            said = f"{how} Go on with: lagrange up --resume {folder}"
-        self._console.print(said, soft_wrap=True, markup=False, highlight=False)
+        self._console.print(farewell(end, folder), soft_wrap=True, markup=False, highlight=False)
 
     def _stop_all(self) -> None:
         """End everything that still runs, those that others need last."""

@@ -1,4 +1,4 @@
-"""What to do when a process ends: the restart policy of `lagrange up`, as pure functions.
+"""What to do when a process ends, and what to say at the end: the policy of `lagrange up`, as pure functions.
 
 Invariant: a process is started again at most `RestartPolicy.tries` times within `window_s`; the delay before each start
 grows and is bounded; the trainer's own word (a finished run, a fatal error) ends the run instead. No clock and no
@@ -8,10 +8,12 @@ process is touched here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 FATAL = 3  # exit code by which a command says: starting me again cannot help (docs/run-it.md)
 USAGE = 2  # exit code of a configuration that cannot be used
+STOPPED = 130  # exit code after Ctrl-C, as shells use it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +103,17 @@ def recent_restarts(history: History, now: float, policy: RestartPolicy) -> tupl
 def describe_exit(code: int) -> str:
     """An exit code in words: "exit code 1", "signal 9"."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def farewell(end: End, folder: Path) -> str:
+    """The last words of `up`: how the run ended, and what to do."""
+    if end.status == "finished":
+        return f"Finished: {end.why}. Report: {folder / 'report.html'}"
+    if end.code == STOPPED:
+        return f"Stopped. Go on with: lagrange up --resume {folder}"
+    if end.code in (USAGE, FATAL):
+        return (
+            f"Failed: {end.why}\nAs it is, it would fail again. Mend the cause; where that is a field, go on with: "
+            f"lagrange up --resume {folder} --set NAME=VALUE"
+        )
+    return f"Failed: {end.why}\nGo on with: lagrange up --resume {folder}"

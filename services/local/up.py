@@ -40,6 +40,11 @@ def run(
             plan = plan_new(file, overrides or {})
         elif resume is not None and file is None:
             plan = plan_resumed(resume, overrides or {})
+        elif resume is not None:
+            raise ConfigError(
+                f"--resume goes on under the run's own configuration, {resume}/config.yaml, and not under {file}. "
+                "Leave the file out; change fields by --set NAME=VALUE."
+            )
         else:
             raise ConfigError("name a configuration file, or a run to go on with: --resume runs/<id>")
         with only_one(plan.folder):

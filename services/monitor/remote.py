@@ -11,7 +11,16 @@ from typing import Any
 
 import httpx
 
-from services.local.live import REWARD_POINTS, EngineView, LiveView, ProcessFacts, condensed, number, wait_share
+from services.local.live import (
+    REWARD_POINTS,
+    EngineView,
+    LiveView,
+    ProcessFacts,
+    condensed,
+    number,
+    remaining_s,
+    wait_share,
+)
 
 TIMEOUT_S = 5.0
 
@@ -50,8 +59,8 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
     groups = staleness["groups"]
     rewards = [float(r) for r in o["history"]["reward_mean"] if r is not None]
     lag_mean, elapsed = number(metrics, "lag_mean"), number(metrics, "time_s")
+    seconds = [float(s) for s in o["history"]["step_s"] if s is not None]
     steps, total = progress["step"], progress["steps_total"]
-    known = elapsed is not None and 3 <= steps < total
     flying = groups["generating"] + groups["ready"] + groups["leased"]
     return LiveView(
         run=o["run"],
@@ -76,6 +85,6 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
             f"{groups['issued']} issued = {groups['trained']} trained + {groups['filtered']} without gradient"
             f" + {groups['stale']} stale + {groups['failed']} failed + {flying} in flight"
         ),
-        eta_s=(elapsed or 0.0) / steps * (total - steps) if known else None,
+        eta_s=remaining_s(seconds, total - steps),
         facts=ProcessFacts(elapsed or 0.0, url, "", news=o["diagnosis"]["headline"], hint=hint),
     )

@@ -6,8 +6,7 @@ Invariant: each opens one handle on the run that its first argument names, with 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from configs import ConfigError, RunConfig, load_config
-from configs.secrets import REDIS_PASSWORD, read_secret
+from configs import ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from broker.queue import Broker
@@ -141,22 +139,11 @@ def replay(
     console.print("[green]no difference[/]" + ("" if model else " (policy log-probs: the engine's; --model compares)"))
 
 
-@contextmanager
-def opened(where: Path) -> Iterator[tuple[Broker, RunConfig]]:
-    """A handle on the run that a folder or configuration file names. Raises ConfigError and BrokerError."""
-    from broker.queue import Broker
+def opened(where: Path) -> AbstractContextManager[tuple[Broker, RunConfig]]:
+    """As open_run.opened."""
+    from services.local import open_run  # a command that is not called needs no Redis client
 
-    file = where / "config.yaml" if where.is_dir() else where
-    if not file.is_file():
-        raise ConfigError(f"{where}: no run. Name a folder runs/<id> or a configuration file.")
-    config = load_config(file)
-    if config.redis.url is None:
-        raise ConfigError(f"{file}: redis.url is not set, so there is nothing to ask.")
-    broker = Broker.of_run(config, read_secret(REDIS_PASSWORD))
-    try:
-        yield broker, config
-    finally:
-        broker.close()
+    return open_run.opened(where)
 
 
 def found(broker: Broker, group_id: int) -> GroupRecord:

@@ -143,4 +143,4 @@ def _loss(group: Group, advantages: Sequence[float], policy: Sequence[Float32Arr
     log_probs = pack(own, route_shape=None).behaviour_log_probs
     context = prepare(settings, [batch], [log_probs])
     loss, _ = loss_function(settings, context)(batch, log_probs, torch.zeros_like(log_probs))
-    return float(loss)
+    return float(loss) + 0.0  # no -0, which is what advantages that cancel out may add up to

@@ -84,7 +84,9 @@ def test_replay_shows_the_first_difference(config: RunConfig, tmp_path: Path) ->
     reward = float(task.reward(task.prompt(0), Response("", ids, "stop")))
     true = replace(group, task="max-digit", trajectories=tuple(replace(t, reward=reward) for t in group.trajectories))
     write_dump(tmp_path / "true", config, 2, 5, wire.encode(true))
-    assert "no difference" in said("replay", tmp_path / "true")
+    same = said("replay", tmp_path / "true")
+    assert "no difference" in same
+    assert "loss 0 (" in same  # and never -0
     wrong = replace(true, trajectories=(true.trajectories[0], replace(true.trajectories[1], reward=reward + 1)))
     write_dump(tmp_path / "wrong", config, 2, 5, wire.encode(wrong))
     output = " ".join(said("replay", tmp_path / "wrong", code=1).split())

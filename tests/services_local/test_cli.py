@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from configs import ConfigError
+from configs import ConfigError, load_config, save_config
+from configs.fields import fields
 from services.cli import main
 from services.options import pairs
 
 ROOT = Path(__file__).parents[2]
+LOCAL = ROOT / "configs" / "local.yaml"
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ def test_an_impossible_combination_names_the_fields_to_change(lagrange: Lagrange
     [
         (("up",), "--resume"),
         (("up", "configs/none.yaml"), "cannot be read"),
+        (("up", "configs/local.yaml", "--resume", "runs/r"), "Leave the file out"),
         (("up", "--resume", "runs/none"), "no config.yaml"),
         (("up", "configs/local.yaml", "--set", "engine.python=/none/python"), "make setup"),
         (("status", "runs/none"), "config.yaml is missing"),
@@ -127,11 +132,70 @@ def test_a_call_that_cannot_work_says_why_on_standard_error(
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("ledger", "said"),
+    [
+        ({"status": "finished", "step": 5, "steps_total": 5}, "has finished (step 5 of 5). What it did:"),
+        ({"status": "stopped", "step": 2, "steps_total": 5}, "it stopped (step 2 of 5). Go on with: lagrange up --res"),
+        (None, "it ended without a last snapshot. Go on with: lagrange up --resume"),
+    ],
+)
+@pytest.mark.parametrize("command", [("status",), ("watch",), ("queue",), ("groups", "list")])
+def test_a_run_that_has_ended_says_so_at_once_instead_of_waiting_for_its_redis(
+    lagrange: Lagrange, tmp_path: Path, command: tuple[str, ...], ledger: dict[str, object] | None, said: str
+) -> None:
+    with socket.socket() as deaf:  # whoever asks it would wait
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        port = deaf.getsockname()[1]
+        config = load_config(LOCAL, {"run.id": "r", "redis.port": port, "redis.url": f"redis://127.0.0.1:{port}/0"})
+        save_config(config, tmp_path / "config.yaml")
+        (tmp_path / "up.lock").write_text("1")
+        if ledger is not None:
+            (tmp_path / "ledger.json").write_text(json.dumps(ledger))
+        done = lagrange(*command, str(tmp_path))
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_a_damaged_last_snapshot_is_one_message(lagrange: Lagrange, tmp_path: Path) -> None:
+    save_config(load_config(LOCAL), tmp_path / "config.yaml")
+    (tmp_path / "ledger.json").write_text('{"step": ')
+    done = lagrange("report", str(tmp_path))
+    assert done.returncode == 2
+    assert "ledger.json cannot be read" in done.stderr
+
+
 def test_the_schema_is_json_with_a_sentence_for_every_field(lagrange: Lagrange) -> None:
-    schema = json.loads(lagrange("schema").stdout)
+    schema = json.loads(lagrange("schema", "--json").stdout)
     for name, section in schema["$defs"].items():
         for field, value in section["properties"].items():
             assert value.get("description"), f"{name}.{field}"
+
+
+def test_the_schema_for_people_names_every_field_with_its_default_and_its_meaning(lagrange: Lagrange) -> None:
+    told = {field.name: field for field in fields()}
+    config = load_config(LOCAL)
+    for name in dotted(config.model_dump(), "model.tiny", "task.parameters", "trainer.loss.parameters"):
+        assert told[name].meaning, name
+        assert told[name].kind, name
+    assert told["lag.max"].default == ""
+    assert told["model.tiny.head_dim"].kind == "whole number, at least 1, a multiple of 2"
+    assert told["evaluation.tasks[].samples"].default == "8"
+    said = lagrange("schema", "lag").stdout
+    assert "lag.adaptive.budget" in said
+    assert "to be set" in said
+    assert "trainer" not in said.split("lag.max")[0]
+    assert "no field begins with 'lags'" in lagrange("schema", "lags").stderr
+
+
+def dotted(tree: dict[str, Any], *leaves: str, prefix: str = "") -> list[str]:
+    names = []
+    for key, value in tree.items():
+        name = prefix + key
+        inner = isinstance(value, dict) and name not in leaves
+        names += dotted(value, *leaves, prefix=f"{name}.") if inner else [name]
+    return names
 
 
 def test_no_command_but_the_trainer_imports_torch() -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from broker.types import EngineRecord, EngineState, LagCount, Snapshot, Tally
 from configs import load_config
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, nice_ticks
-from services.local.live import ProcessFacts, condensed, plain_line, screen, sparkline, view_of
+from services.local.live import ProcessFacts, condensed, plain_line, remaining_s, screen, sparkline, view_of
 from services.local.metrics import MetricsTail, parse
 from services.local.report import by_lag, draw_report, page, sat_verdict, write_report
 
@@ -120,10 +120,10 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
     whole = json.dumps({"step": 1, "reward_mean": 0.25}) + "\n"
     path.write_text(whole + whole[:9].replace("1", "2"))
     tail.read()
-    assert tail.rewards == [0.25]
+    assert tail.series("reward_mean") == [0.25]
     path.write_text(whole + whole.replace("1", "2", 1))
     tail.read()
-    assert tail.rewards == [0.25, 0.25]
+    assert tail.series("reward_mean") == [0.25, 0.25]
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=30))
@@ -153,7 +153,7 @@ def test_a_moving_average_of_a_constant_is_that_constant() -> None:
 def shown(view_snapshot: Snapshot | None, facts: ProcessFacts = FACTS) -> str:
     console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
     with console.file:
-        console.print(screen(view_of(view_snapshot, [0.1, 0.5, 0.9], facts)))
+        console.print(screen(view_of(view_snapshot, [0.1, 0.5, 0.9], facts, [40.0, 0.5, 0.5, 0.5, 0.5])))
         return console.export_text()
 
 
@@ -161,7 +161,15 @@ def test_the_terminal_shows_step_lag_bound_queue_engine_ledger_and_monitor() -> 
     text = shown(snapshot(step=5, status="running", metrics=record(5)))
     for part in ("5 / 10", "0.250", "0 / 0.50 / 2", "bound 4", "10 groups ready", "serving v10", "closes", "8020"):
         assert part in text
-    assert "0:02 left" in text  # 2.5 s for 5 steps, 5 to go
+    assert "0:02 left" in text  # 0.5 s a step, 5 to go; the 40 s of the engine's start are no pace
+
+
+def test_the_time_left_follows_the_pace_of_late_and_not_the_start_of_the_engine() -> None:
+    assert remaining_s([50.0, 1.0], 100) is None
+    assert remaining_s([50.0, 1.0, 1.0], 100) == pytest.approx(100)
+    resumed = [1.0] * 30 + [45.0] + [2.0] * 5
+    assert remaining_s(resumed, 10) == pytest.approx(10 * (14 * 1.0 + 5 * 2.0) / 19)
+    assert remaining_s([1.0] * 9, 0) is None
 
 
 def test_the_terminal_view_exists_before_redis_answers() -> None:

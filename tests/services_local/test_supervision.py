@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.local.guardian import living_groups
 from services.local.supervision import (
     FATAL,
+    STOPPED,
     USAGE,
     End,
     Ended,
@@ -16,6 +19,7 @@ from services.local.supervision import (
     Restart,
     RestartPolicy,
     after_exit,
+    farewell,
     recorded,
 )
 
@@ -42,6 +46,19 @@ def test_an_exit_code_that_says_fatal_or_usage_ends_the_run_with_that_code() -> 
         decision = after_exit(Ended("monitor", code), History(), 0.0, POLICY)
         assert isinstance(decision, End)
         assert decision.code == code
+
+
+def test_the_last_words_offer_to_go_on_as_it_was_only_where_that_can_help() -> None:
+    folder = Path("runs/r")
+    plain = "lagrange up --resume runs/r"
+    assert farewell(End(STOPPED, "stopped", "failed"), folder).endswith(plain)
+    assert farewell(End(1, "worker-0 ended 5 times", "failed"), folder).endswith(plain)
+    for code in (USAGE, FATAL):
+        said = farewell(End(code, "trainer cannot go on", "failed"), folder)
+        assert said.startswith("Failed: trainer cannot go on")
+        assert said.endswith(f"{plain} --set NAME=VALUE")
+        assert "would fail again" in said
+    assert "report.html" in farewell(End(0, "all steps are trained", "finished"), folder)
 
 
 def test_an_engine_that_never_served_ends_the_run_and_one_that_served_is_started_again() -> None:

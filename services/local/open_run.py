@@ -1,0 +1,88 @@
+"""From a run's folder to a handle on its queue, or to a message that says what became of the run.
+
+Invariant: nothing is waited for that cannot come. Whether the embedded Redis of a run can be there is known from its
+folder: `lagrange up` holds it while it lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from broker.errors import BrokerUnavailable
+from broker.queue import Broker
+from configs import ConfigError, RunConfig, load_config
+from configs.secrets import REDIS_PASSWORD, read_secret
+from services.local.layout import embeds_redis
+
+LOCK = "up.lock"
+
+
+class NotRunning(Exception):
+    """The run has ended; the message says how, and what to do."""
+
+
+@contextmanager
+def opened(where: Path) -> Iterator[tuple[Broker, RunConfig]]:
+    """A handle on the run that a folder or a configuration file names, closed at the end.
+
+    Raises ConfigError, NotRunning and BrokerError.
+    """
+    file = where / "config.yaml" if where.is_dir() else where
+    if not file.is_file():
+        raise ConfigError(f"{where}: no run (config.yaml is missing). Name a folder runs/<id> or a configuration file.")
+    config = load_config(file)
+    if config.redis.url is None:
+        raise ConfigError(f"{file}: redis.url is not set, so there is nothing to ask. Name a run's folder, runs/<id>.")
+    see_it_runs(config, file.parent)
+    broker = Broker.of_run(config, read_secret(REDIS_PASSWORD))
+    try:
+        yield broker, config
+    except BrokerUnavailable:
+        see_it_runs(config, file.parent)
+        raise
+    finally:
+        broker.close()
+
+
+def see_it_runs(config: RunConfig, folder: Path) -> None:
+    """Raise NotRunning if the run's Redis went with the `lagrange up` that had started it."""
+    lock = folder / LOCK
+    if embeds_redis(config) and lock.is_file() and not held(lock):
+        raise NotRunning(how_it_ended(folder))
+
+
+def held(lock: Path) -> bool:
+    """Whether a `lagrange up` holds the lock file of its run's folder."""
+    with lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def how_it_ended(folder: Path) -> str:
+    """What became of a run that nothing drives any more, from its last snapshot."""
+    ledger = read_ledger(folder)
+    step = f"step {ledger['step']} of {ledger['steps_total']}" if {"step", "steps_total"} <= set(ledger) else ""
+    if ledger.get("status") == "finished":
+        return f"{folder} has finished ({step}). What it did: {folder / 'report.html'}"
+    stopped = f"stopped ({step})" if step else "ended without a last snapshot"
+    return f"{folder} does not run: it {stopped}. Go on with: lagrange up --resume {folder}"
+
+
+def read_ledger(folder: Path) -> dict[str, Any]:
+    """The last snapshot of a run as plain data; empty if there is none. Raises ConfigError for a damaged one."""
+    file = folder / "ledger.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}). Delete it: the run's next end writes it anew.") from error
+    return found if isinstance(found, dict) else {}
