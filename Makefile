@@ -66,11 +66,11 @@ python:
 
 # PyTorch goes first and alone: Megatron-core's metadata asks for Python 3.12 although its wheel for 3.11 works, and the
 # flag that overrides this must not reach the choice of any other package.
-$(VENV): requirements/base.txt requirements/trainer.txt requirements/tasks.txt requirements/dev.txt pyproject.toml | python
+$(VENV): requirements/base.txt requirements/trainer.txt requirements/tasks.txt requirements/traces.txt requirements/dev.txt pyproject.toml | python
 	@echo 'Setting up .venv: Lagrange, PyTorch and Megatron-core (two to three minutes, 1.3 GB)'
 	@began=$$SECONDS; rm -rf .venv && $(PYTHON) -m venv .venv && \
 	$(BIN)/python $(PIP) $(PIP_TORCH) torch==2.13.0 && \
-	$(BIN)/python $(PIP) --no-deps -r requirements/base.txt -r requirements/trainer.txt -r requirements/tasks.txt -r requirements/dev.txt && \
+	$(BIN)/python $(PIP) --no-deps -r requirements/base.txt -r requirements/trainer.txt -r requirements/tasks.txt -r requirements/traces.txt -r requirements/dev.txt && \
 	$(BIN)/python $(PIP) --no-deps --ignore-requires-python megatron-core==0.19.2 && \
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation --editable . && \
 	echo ".venv is ready ($$((SECONDS - began)) s)" && touch $@

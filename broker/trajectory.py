@@ -73,7 +73,7 @@ class Group:
 
     run, group_id, prompt_index, attempt: from the `Ticket` that admission gave. task, engine, worker: names, for
     accounting. samples_wanted: size that the group was admitted with; len(trajectories) may be smaller.
-    generation_seconds: from admission to submission.
+    generation_seconds: from admission to submission. trace: W3C traceparent of its trace; "": it is not traced.
     """
 
     run: str
@@ -86,6 +86,7 @@ class Group:
     samples_wanted: int
     generation_seconds: float
     trajectories: tuple[Trajectory, ...]
+    trace: str = ""
 
     @property
     def response_tokens(self) -> int:

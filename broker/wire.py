@@ -66,7 +66,8 @@ class TrajectoryInfo(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GroupInfo(msgspec.Struct, array_like=True, frozen=True):
-    """The header: a group without its arrays."""
+    """The header: a group without its arrays. A field that is added goes last and has a default: releases that do not
+    know it pass it over, and one that does reads what they wrote."""
 
     run: str
     group_id: int
@@ -78,6 +79,7 @@ class GroupInfo(msgspec.Struct, array_like=True, frozen=True):
     samples_wanted: int
     generation_seconds: float
     trajectories: tuple[TrajectoryInfo, ...]
+    trace: str = ""
 
 
 def encode(group: Group, codec: Codec = "raw") -> bytes:
@@ -126,6 +128,7 @@ def pieces(group: Group, codec: Codec = "raw") -> Payload:
             )
             for t in group.trajectories
         ),
+        group.trace,
     )
     header = msgspec.msgpack.encode(info)
     if codec == "zstd":
@@ -220,6 +223,7 @@ def _assemble(info: GroupInfo, body: memoryview | bytes) -> Group:
             )
             for t in info.trajectories
         ),
+        info.trace,
     )
 
 

@@ -22,7 +22,7 @@ from configs.sections.rollout import (
 )
 from configs.sections.run import AdaptiveLagSection, LagSection, ModelSection, RedisSection, RunSection, TinyModel
 from configs.sections.section import Port, Positive, Seconds, Section
-from configs.sections.services import ServiceSection, WeightsSection
+from configs.sections.services import ServiceSection, TracesSection, WeightsSection
 from configs.sections.trainer import (
     CheckpointSection,
     LayoutSection,
@@ -59,6 +59,7 @@ __all__ = [
     "ShapingSection",
     "TaskSection",
     "TinyModel",
+    "TracesSection",
     "TrainerSection",
     "WeightsSection",
 ]
@@ -78,6 +79,7 @@ class RunConfig(Section):
     weights: WeightsSection = Field(default_factory=WeightsSection)
     weight_sync: ServiceSection = Field(default_factory=ServiceSection)
     monitor: ServiceSection = Field(default_factory=ServiceSection)
+    traces: TracesSection = Field(default_factory=TracesSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
 
     @model_validator(mode="after")

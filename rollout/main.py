@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from broker.logs import configure_logs
+from broker.traces import Traces, open_traces
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
@@ -52,11 +53,14 @@ def main(config: RunConfig, index: int) -> int:
     """
     configure_logs(config.run.id, f"worker-{index}")
     try:
-        parts = worker_parts(config)
+        parts, traces = worker_parts(config), open_traces(config, f"worker-{index}")
     except ConfigError as error:
         LOG.error("cannot start", problem=str(error))
         return 2
-    return asyncio.run(_serve(config, index, parts))
+    try:
+        return asyncio.run(_serve(config, index, parts, traces))
+    finally:
+        traces.close()
 
 
 def worker_parts(config: RunConfig) -> Parts:
@@ -83,7 +87,7 @@ def worker_parts(config: RunConfig) -> Parts:
     )
 
 
-async def _serve(config: RunConfig, index: int, parts: Parts) -> int:
+async def _serve(config: RunConfig, index: int, parts: Parts, traces: Traces) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,6 +108,7 @@ async def _serve(config: RunConfig, index: int, parts: Parts) -> int:
         codec=parts.codec,
         checkpoint=parts.checkpoint,
         connect=connect,
+        traces=traces,
         samples=SampleLog(config.run.folder / "samples" / f"worker-{index}.jsonl", parts.codec),
         judge=make_judge(
             parts.task,

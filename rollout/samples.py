@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from broker.traces import trace_id
 from broker.types import Group, Trajectory
 from rollout.codec import Codec
 
@@ -69,6 +70,7 @@ def readable(group: Group, codec: Codec) -> dict[str, Any]:
     return {
         "group": group.group_id,
         "prompt_index": group.prompt_index,
+        "trace": trace_id(group.trace),
         "task": group.task,
         "version": group.oldest_version,
         "prompt": codec.decode(first.prompt_ids.tolist())[-TEXT:],

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from broker.errors import BrokerError
+from broker.traces import NO_SPAN, Span
 from broker.types import EngineRecord
 from rollout.client import (
     EngineClient,
@@ -49,6 +50,7 @@ class Slot:
     partial: Sample | None = None
     failures: int = 0
     done: Sample | None = None
+    span: Span = NO_SPAN
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class Draw:
     """A group in the making. at_least: oldest version that counts. tokens_lost: sampled and thrown away.
 
     interrupted, max_versions: as rollout.interrupted and rollout.max_versions of the configuration say. interruptions:
-    samples that an update cut short and that may not go on.
+    samples that an update cut short and that may not go on. span: of the group, in its trace.
     """
 
     prompt_ids: tuple[int, ...]
@@ -71,6 +73,7 @@ class Draw:
     last_error: str = ""
     interruptions: int = 0
     routes_start: int = 0  # first position whose routes are wanted: a turn of an episode has those before it
+    span: Span = NO_SPAN
 
     @property
     def open(self) -> list[Slot]:
@@ -101,7 +104,15 @@ async def draw_group(draw: Draw, samples: int, pool: EnginePool, engine_id: str,
     engine_id: engine of the admission, taken while it fits. patience_s: longest wait for an engine, in seconds.
     Raises NoEngine and Unanswerable.
     """
-    draw.slots = [Slot() for _ in range(samples)]
+    draw.slots = [Slot(span=draw.span.child("generate", sample=number)) for number in range(samples)]
+    try:
+        await _fill(draw, pool, engine_id, patience_s)
+    finally:
+        for slot in draw.slots:  # those that are not complete
+            slot.span.end(draw.last_error or "not waited for")
+
+
+async def _fill(draw: Draw, pool: EnginePool, engine_id: str, patience_s: float) -> None:
     pause = FIRST_PAUSE_S
     reached = time.monotonic()
     while draw.open:
@@ -142,6 +153,7 @@ async def _round(draw: Draw, pool: EnginePool, engine: EngineRecord) -> bool:
         spans = slot.partial.versions if slot.partial else ()
         if len(spans) >= draw.max_versions and engine.version > spans[-1].version:
             _restart(draw, slot)
+        slot.span.event("request", engine=engine.engine_id, version=engine.version, goes_on=slot.partial is not None)
     fresh = [slot for slot in draw.open if slot.partial is None]
     begun = [slot for slot in draw.open if slot.partial is not None]
     batches = ([fresh] if fresh else []) + [[slot] for slot in begun]
@@ -204,8 +216,10 @@ def _settle(draw: Draw, slot: Slot, answer: Sample | InvalidAnswer) -> None:
         return
     if is_complete(sample, draw.sampling):
         slot.done, slot.partial = sample, None
+        slot.span.end(tokens=len(sample.token_ids), versions=len(sample.versions))
         return
     draw.counters.add("aborted_samples")
+    slot.span.event("interrupted", tokens=len(sample.token_ids))
     if draw.interrupted != "continue":
         slot.failures = draw.tries if draw.interrupted == "drop" else slot.failures + 1
         draw.interruptions += 1
@@ -230,6 +244,7 @@ def _restart(draw: Draw, slot: Slot) -> None:
 def _failed(draw: Draw, slot: Slot, error: EngineError) -> None:
     slot.failures += 1
     draw.last_error = f"{type(error).__name__}: {error}"
+    slot.span.event("failed", problem=draw.last_error)
     draw.counters.add("generation_retries" if slot.failures < draw.tries else "samples_given_up")
     if slot.failures >= draw.tries and slot.partial is not None:
         _lose(draw, len(slot.partial.token_ids))

@@ -19,6 +19,7 @@ from typing import TypeVar
 import structlog
 
 from broker.errors import BrokerError
+from broker.traces import NO_TRACES, Span, Traces
 from broker.types import EngineRecord, Group, InvalidTrajectory, Refused, Ticket, Trajectory, check_group
 from configs.schema import RunConfig
 from rollout.agents.endpoint import Endpoint
@@ -77,14 +78,16 @@ class Worker:
         connect: Callable[[str], EngineClient],
         judge: Judge | None = None,
         samples: SampleLog | None = None,
+        traces: Traces = NO_TRACES,
     ) -> None:
         """name: unique in the run, it holds the leases. connect: base URL -> client of an engine.
 
         judge: computes the rewards; None: threads. samples: where some groups are written down for people.
+        traces: where spans of its groups go; the caller closes them.
         """
         self.name, self.config, self.counters = name, config, Counters()
         self._broker, self._task, self._codec = broker, task, codec
-        self._samples = samples
+        self._samples, self._traces = samples, traces
         self._judge = judge or ThreadJudge(task, config.rollout.reward_timeout_s)
         self._shaping = Shaping.of(config.task.shaping, config.rollout.max_new_tokens)
         self._context = checkpoint.context
@@ -122,8 +125,8 @@ class Worker:
     async def _work(self) -> None:
         """Take tickets until the run is finished, and see the last groups through."""
         while (admitted := await self._admission()) is not None:
-            ticket, engine = admitted
-            task = asyncio.create_task(self._group(ticket, engine, time.monotonic()))
+            ticket, engine, asked_ns = admitted
+            task = asyncio.create_task(self._group(ticket, engine, asked_ns))
             self._held[ticket.group_id] = Held(task)
             task.add_done_callback(partial(self._done, ticket.group_id))
         if self._held:
@@ -136,9 +139,13 @@ class Worker:
             self.counters.add("worker_faults")
             LOG.error("a group ended by a fault of the worker", group=group_id, exc_info=error)
 
-    async def _admission(self) -> tuple[Ticket, EngineRecord] | None:
-        """Wait for a free place, an engine and the broker's leave; None when the run is finished."""
+    async def _admission(self) -> tuple[Ticket, EngineRecord, int] | None:
+        """Wait for a free place, an engine and the broker's leave; with the time, in ns, at which a place was free.
+
+        None when the run is finished.
+        """
         await self._free.acquire()
+        asked_ns = time.time_ns()
         newest_refused, last_reason, wait = -1, "", 0.0
         while True:
             reason, detail, engine = "engine", "no engine is routable", None
@@ -149,7 +156,7 @@ class Worker:
                     self._asking = asyncio.create_task(ask)
                     answer = await asyncio.shield(self._asking)  # cancelled or not, a ticket may come of it
                     if isinstance(answer, Ticket):
-                        return answer, engine
+                        return answer, engine, asked_ns
                     reason, detail = answer.reason, answer.detail
             except UNAVAILABLE as error:
                 reason, detail = "unavailable", str(error)
@@ -178,15 +185,23 @@ class Worker:
 
     # --- one group
 
-    async def _group(self, ticket: Ticket, engine: EngineRecord, began: float) -> None:
-        """From ticket to submit, fail or release."""
-        rollout = self.config.rollout
+    async def _group(self, ticket: Ticket, engine: EngineRecord, asked_ns: int) -> None:
+        """From ticket to submit, fail or release, as a trace."""
+        facts = {"group": ticket.group_id, "prompt": ticket.prompt_index, "attempt": ticket.attempt}
+        with self._traces.begin("group", began_ns=asked_ns, engine=engine.engine_id, **facts) as span:
+            span.child("admit", began_ns=asked_ns, version=ticket.engine_version).end()
+            await self._work_on(ticket, engine, span)
+
+    async def _work_on(self, ticket: Ticket, engine: EngineRecord, span: Span) -> None:
+        """From ticket to submit, fail or release. span: told why the group was not submitted."""
+        rollout, began = self.config.rollout, time.monotonic()
         draw: Draw | None = None
         try:
             prompt, prompt_ids = self._prompt(ticket.prompt_index)
             if not await self._curriculum.wants(prompt_ids, ticket.prompt_index):
                 self.counters.add("prompts_passed_over")
                 await self._again(partial(self._broker.drop, ticket.group_id, self.name))
+                span.end("passed over by the curriculum")
                 return
             draw = Draw(
                 prompt_ids,
@@ -196,11 +211,12 @@ class Worker:
                 self.counters,
                 rollout.interrupted,
                 rollout.max_versions,
+                span=span,
             )
             trajectories = await self._trajectories(prompt, draw, engine.engine_id)
             if len(trajectories) < rollout.min_samples:
                 why = f"{len(trajectories)} of {rollout.samples_per_prompt} samples, {rollout.min_samples} needed"
-                await self._fail(ticket, f"{why}; {draw.last_error or 'no reward'}", draw.tokens)
+                await self._fail(ticket, f"{why}; {draw.last_error or 'no reward'}", draw.tokens, span)
                 return
             group = Group(
                 run=self.config.run.id,
@@ -213,6 +229,7 @@ class Worker:
                 samples_wanted=rollout.samples_per_prompt,
                 generation_seconds=time.monotonic() - began,
                 trajectories=trajectories,
+                trace=span.context,
             )
             check_group(group)
             await self._curriculum.learns(prompt_ids, [t.reward for t in trajectories])
@@ -221,15 +238,20 @@ class Worker:
             if self.config.task.drop_equal_groups and all_equal([t.reward for t in trajectories]):
                 self.counters.add("groups_dropped_equal")
                 await self._again(partial(self._broker.drop, ticket.group_id, self.name, tokens=group.response_tokens))
+                span.end("all rewards are equal")
                 return
-            await self._submit(group)
+            with span.child("submit") as submission:
+                refused = await self._submit(group)
+                submission.end(refused)
+            span.end(refused)
         except NoEngine as error:
             LOG.warning("group handed back", group=ticket.group_id, reason=str(error))
             await self._again(partial(self._broker.release, ticket.group_id, self.name))
+            span.end(str(error))
         except (BadPrompt, Unanswerable) as error:
-            await self._fail(ticket, str(error), draw.tokens if draw else 0, final=True)
+            await self._fail(ticket, str(error), draw.tokens if draw else 0, span, final=True)
         except InvalidTrajectory as error:
-            await self._fail(ticket, str(error), draw.tokens if draw else 0)
+            await self._fail(ticket, str(error), draw.tokens if draw else 0, span)
 
     async def _trajectories(self, prompt: Prompt, draw: Draw, engine_id: str) -> tuple[Trajectory, ...]:
         """Samples with their rewards: of one turn each, of the task's environment, or of its agent."""
@@ -242,16 +264,17 @@ class Worker:
             ids, step_s = draw.prompt_ids, rollout.reward_timeout_s
             return await play_group(self._task, prompt, ids, samples, turns=turns, step_s=step_s, codec=self._codec)
         await draw_group(draw, rollout.samples_per_prompt, self._pool, engine_id, patience_s)
-        return await rewarded(
-            self._judge,
-            prompt,
-            draw.prompt_ids,
-            draw.samples,
-            codec=self._codec,
-            counters=self.counters,
-            shaping=self._shaping,
-            name=self._task.name,
-        )
+        with draw.span.child("reward", samples=len(draw.samples)):
+            return await rewarded(
+                self._judge,
+                prompt,
+                draw.prompt_ids,
+                draw.samples,
+                codec=self._codec,
+                counters=self.counters,
+                shaping=self._shaping,
+                name=self._task.name,
+            )
 
     def _prompt(self, index: int) -> tuple[Prompt, tuple[int, ...]]:
         try:
@@ -261,8 +284,11 @@ class Worker:
             raise BadPrompt(f"prompt {index} of {self._task.name}: {type(error).__name__}: {error}") from error
         return prompt, tuple(ids)
 
-    async def _submit(self, group: Group) -> None:
-        """Hand the group in, again while Redis is away or full; the lease ends the trying, not we."""
+    async def _submit(self, group: Group) -> str:
+        """Hand the group in, again while Redis is away or full; the lease ends the trying, not we.
+
+        The word of a refusal, "" if it was accepted.
+        """
         self._held[group.group_id].submitting = True
         began, uncertain = time.monotonic(), False
         wait = 0.05
@@ -275,7 +301,7 @@ class Worker:
                 answer, uncertain = Refused("unavailable", str(error)), True
             else:
                 if not isinstance(answer, Refused):
-                    return
+                    return ""
                 self.counters.put_back(stats)
             if answer.reason not in ("memory", "unavailable"):
                 break
@@ -287,11 +313,13 @@ class Worker:
         name = "submissions_uncertain" if uncertain and answer.reason == "closed" else f"submissions_{answer.reason}"
         self.counters.add(name)
         LOG.warning("group not accepted", group=group.group_id, reason=answer.reason, detail=answer.detail)
+        return answer.reason
 
-    async def _fail(self, ticket: Ticket, reason: str, tokens: int, *, final: bool = False) -> None:
+    async def _fail(self, ticket: Ticket, reason: str, tokens: int, span: Span, *, final: bool = False) -> None:
         LOG.warning("group failed", group=ticket.group_id, prompt=ticket.prompt_index, reason=reason, final=final)
         self.counters.add("failed_groups")
         broken = partial(self._broker.fail, ticket.group_id, self.name, reason[:500], tokens=tokens, final=final)
+        span.end(reason)
         await self._again(broken)
 
     async def _again(self, call: Callable[[], object]) -> None:
@@ -314,7 +342,7 @@ class Worker:
             ids = tuple(self._held)
             try:
                 kept = set(await self._ask(partial(self._broker.renew, self.name, ids))) if ids else set()
-                stats = {**self.counters.totals(), "groups_in_work": len(ids)}
+                stats = {**self.counters.totals(), **self._traces.counts(), "groups_in_work": len(ids)}
                 await self._ask(partial(self._broker.heartbeat_worker, self.name, stats))
             except UNAVAILABLE as error:
                 LOG.warning("no heartbeat", detail=str(error))

@@ -18,6 +18,7 @@ import structlog
 import torch
 
 from broker.logs import bind_version
+from broker.traces import NO_TRACES, Traces
 from broker.types import Delivery, Group, Outcome, Refused
 from configs.schema import RunConfig
 from trainer.background import Background, Inline
@@ -41,6 +42,7 @@ from trainer.ports import CheckpointPort, MetricsSink, PolicyPort, Ranks, Traine
 from trainer.progress import Progress, RunFailed, share_numbers
 from trainer.quantile import SumCounts, alone
 from trainer.timing import Stopwatch
+from trainer.traced import Step, contexts_of, write_spans
 from trainer.update import Moment, NotFinite, Updater
 
 log = structlog.get_logger()
@@ -67,17 +69,19 @@ class Trainer:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         pause: Callable[[float], None] = time.sleep,
+        traces: Traces = NO_TRACES,
     ) -> None:
         """sink: makes the sink of metrics, given the step that the run resumes from; used on the main rank alone.
         route_shape: given when routing is replayed. vocabulary: of the model, None: token ids are not checked.
         background: where weights and checkpoints are
         written; default: in the step. stop: whether the process was asked to end. pause: between two looks at the
-        queue, so many seconds or less."""
+        queue, so many seconds or less. traces: where the main rank's spans go; the caller closes them."""
         self.config = config
         self.settings: LossSettings = loss_settings(config)
         self.broker, self.ranks, self.policy, self.checkpoints = broker, ranks, policy, checkpoints
         self.route_shape, self.vocabulary = route_shape, vocabulary
         self.progress = Progress()
+        self._traces = traces
         self._make_sink, self._sink = sink, cast(MetricsSink | None, None)
         self._stop, self._clock, self._wall, self._pause = stop, clock, wall, pause
         self._keeper = Keeper(
@@ -171,6 +175,7 @@ class Trainer:
         if chosen is None:
             return False
         choice, share, groups = chosen
+        fetched_ns = int(1e9 * self._wall())
         bound = self._check_bound(groups)
         with watch.measure("pack_s"):
             samples = samples_of(groups, self.settings, self.ranks)
@@ -181,8 +186,18 @@ class Trainer:
             self._fail(error, groups)
         record |= self._batch_facts(choice, groups, filtered)
         lags = self._sum(tokens_by_lag(groups, p.version, bound + 1)).tolist()
+        traced = self.config.traces.endpoint is not None
+        contexts = contexts_of(choice, share, groups, self._sum) if traced else []
         self._record(choice, filtered, {i: int(n) for i, n in enumerate(lags) if n}, record, watch)
+        if any(contexts) and self.ranks.is_main:
+            write_spans(self._traces, contexts, choice, filtered, self._done(watch, fetched_ns))
         return True
+
+    def _done(self, watch: Stopwatch, fetched_ns: int) -> Step:
+        """The step that was just recorded, for its spans."""
+        p = self.progress
+        published = p.version if p.published == p.version else -1
+        return Step(p.step, p.version, published, p.epoch, watch.seconds, fetched_ns, int(1e9 * self._wall()))
 
     def _choose(self, watch: Stopwatch) -> tuple[Choice, Share, list[Group]] | None:
         """A batch that every rank could read; groups that cannot be read are rejected and the rest is chosen anew."""
@@ -295,6 +310,7 @@ class Trainer:
             "groups_filtered": sum(filtered),
             "wait_reason": choice.reason,
             "queue_wait_ms_mean": sum(waits) / len(waits) if waits else 0.0,
+            **self._traces.counts(),
         }
 
     # --- after the update ---------------------------------------------------------------------------------------------

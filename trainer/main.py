@@ -23,6 +23,7 @@ import structlog
 from broker.errors import BrokerError, BrokerUnavailable, Fenced
 from broker.logs import configure_logs
 from broker.queue import Broker
+from broker.traces import NO_TRACES, Traces, open_traces
 from broker.types import PromptCursor
 from configs.load import ConfigError, load_config, save_config
 from configs.schema import RunConfig
@@ -69,8 +70,9 @@ def rank_main(config: RunConfig) -> int:
     configure_logs(config.run.id, "trainer" if rank == 0 else f"trainer-{rank}")
     try:
         _check(config)
-        with _stop_on_signal(rank) as stop:
-            end = _train(config, stop)
+        traces = open_traces(config, "trainer") if rank == 0 else NO_TRACES
+        with _stop_on_signal(rank) as stop, closing(traces):
+            end = _train(config, stop, traces)
     except ConfigError as error:
         log.error("cannot start", problem=str(error))
         return USAGE
@@ -98,7 +100,7 @@ def _check(config: RunConfig) -> None:
         log.warning("loss", problem=warning)
 
 
-def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
+def _train(config: RunConfig, stop: Callable[[], bool], traces: Traces) -> str:
     from trainer.batch import RouteShape  # imports torch
     from trainer.loop import Trainer  # imports torch
     from trainer.megatron.parallel import parallel
@@ -130,6 +132,7 @@ def _train(config: RunConfig, stop: Callable[[], bool]) -> str:
             background=Worker(),
             stop=stop,
             pause=doorbell.pause,
+            traces=traces,
         )
         if not ranks.is_main:
             return trainer.run()

@@ -1,4 +1,4 @@
-"""How weights reach the engines, and where the services listen."""
+"""How weights reach the engines, where the services listen, and where traces go."""
 
 from __future__ import annotations
 
@@ -63,3 +63,18 @@ class ServiceSection(Section):
     def scheme(self) -> Literal["http", "https"]:
         """Of the service's address."""
         return "http" if self.cert_file is None else "https"
+
+
+class TracesSection(Section):
+    """Traces from a prompt to the optimizer step that trains it (docs/watch-a-run.md); off by default."""
+
+    endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s@]+(/[^\s?#]*)?$",
+        description="Address of a collector that takes OTLP over HTTP, such as http://collector:4318, without a "
+        "password; null: no traces.",
+    )
+    ratio: float = Field(0.01, ge=0, le=1, description="Share of the groups that is traced, drawn at admission.")
+    timeout_s: Seconds = Field(5.0, description="Longest time for one message to the collector, in seconds.")
+    interval_s: Seconds = Field(2.0, description="Longest time that a span waits to be sent, in seconds.")
+    waiting_spans: Positive = Field(4096, description="Most spans that wait in one process; more are dropped, counted.")

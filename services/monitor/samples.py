@@ -36,11 +36,12 @@ class SampleAnswer(BaseModel):
 
 
 class GroupAnswer(BaseModel):
-    """Some samples of a group. lag: what it would be if the group were trained now."""
+    """Some samples of a group. lag: that it would have if it were trained now. trace: its id, "" if it has none."""
 
     group_id: str = Field(description="As text: it may be larger than JSON numbers are exact.")
     prompt_index: int
     task: str
+    trace: str = Field(examples=["4bf92f3577b34da6a3ce929d0e0e4736"])
     version: int
     lag: int
     prompt: str
@@ -67,6 +68,7 @@ def _group(s: Snapshot, record: Mapping[str, Any]) -> GroupAnswer:
         group_id=str(record.get("group", "")),
         prompt_index=int(record.get("prompt_index") or 0),
         task=str(record.get("task", "")),
+        trace=str(record.get("trace") or ""),
         version=version,
         lag=s.version - version,
         prompt=str(record.get("prompt", "")),

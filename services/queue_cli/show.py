@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from broker.traces import trace_id
 from broker.types import Group, GroupRecord, Snapshot
 from rollout.codec import Codec
 from rollout.samples import readable
@@ -92,8 +93,9 @@ def record_table(record: GroupRecord) -> Table:
 
 
 def samples_table(group: Group) -> Table:
-    """One row for each sample."""
+    """One row for each sample, and the trace, if there is one."""
     table = plain("sample", "prompt", "response", "trained", "versions", "reward", "finish", "routes")
+    table.caption = f"trace {trace_id(group.trace)}" if group.trace else None
     for index, t in enumerate(group.trajectories):
         versions = ", ".join(f"{run.version} x {run.length}" for run in t.versions)
         routes = "-" if t.routes is None else f"{t.routes.dtype}{list(t.routes.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,7 @@ groups = st.builds(
     samples_wanted=st.integers(1, 64),
     generation_seconds=st.floats(0, 1e6),
     trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),
+    trace=st.sampled_from(["", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]),
 )
 
 
@@ -136,16 +138,32 @@ def test_the_checksum_is_the_message_s_own() -> None:
 
 def forged(codec: int = 0, **changes: Any) -> bytes:
     """The example with another header of its first array, and a checksum that is right all the same."""
+
+    def lie(header: bytes) -> bytes:
+        info = msgspec.msgpack.decode(header, type=wire.GroupInfo)
+        first = info.trajectories[0]
+        lying = msgspec.structs.replace(first, prompt_ids=msgspec.structs.replace(first.prompt_ids, **changes))
+        return msgspec.msgpack.encode(msgspec.structs.replace(info, trajectories=(lying, *info.trajectories[1:])))
+
+    return with_header(lie, codec)
+
+
+def with_header(change: Callable[[bytes], bytes], codec: int = 0) -> bytes:
+    """The example with a header that `change` made of its own, and a checksum that is right."""
     data = wire.encode(example())
     size = wire._HEAD.unpack_from(data)[4]
     start = wire._FIXED + size + -(wire._FIXED + size) % 16
-    info = msgspec.msgpack.decode(data[wire._FIXED : wire._FIXED + size], type=wire.GroupInfo)
-    first = info.trajectories[0]
-    lying = msgspec.structs.replace(first, prompt_ids=msgspec.structs.replace(first.prompt_ids, **changes))
-    header = msgspec.msgpack.encode(msgspec.structs.replace(info, trajectories=(lying, *info.trajectories[1:])))
+    header = change(data[wire._FIXED : wire._FIXED + size])
     head = wire._HEAD.pack(wire.MAGIC, wire.SCHEMA_VERSION, codec, 0, len(header), len(data) - start)
     rest = header + bytes(-(wire._FIXED + len(header)) % 16) + data[start:]
     return head + wire._DIGEST.pack(xxhash.xxh3_64(head + rest).intdigest()) + rest
+
+
+def test_a_group_of_a_release_that_knows_fewer_or_more_fields_is_read() -> None:
+    older = with_header(lambda header: msgspec.msgpack.encode(msgspec.msgpack.decode(header)[:-1]))
+    newer = with_header(lambda header: msgspec.msgpack.encode([*msgspec.msgpack.decode(header), "of a later release"]))
+    assert wire.decode(older, "run").trace == ""
+    assert wire.decode(newer, "run").group_id == example().group_id
 
 
 LIES: list[dict[str, Any]] = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.queue import Broker
+from broker.traces import NO_TRACES, Traces
 from broker.types import EngineRecord, EngineState, Group, Refused
 from configs.schema import RunConfig, TinyModel
 from rollout.checkpoint import Checkpoint, read_checkpoint
@@ -31,7 +32,14 @@ def tiny_folder(directory: Path) -> Path:
 
 
 def make_worker(
-    config: RunConfig, broker: Any, folder: Path, *, task: Task | None = None, name: str = "w0", key: str | None = None
+    config: RunConfig,
+    broker: Any,
+    folder: Path,
+    *,
+    task: Task | None = None,
+    name: str = "w0",
+    key: str | None = None,
+    traces: Traces = NO_TRACES,
 ) -> Worker:
     """A worker on `broker` with the tokenizer of `folder`. key: the engines'."""
     checkpoint = read_checkpoint(folder)
@@ -43,6 +51,7 @@ def make_worker(
         codec=FileCodec(folder),
         checkpoint=checkpoint,
         connect=lambda url: EngineClient(url, checkpoint, api_key=key, timeout_s=config.rollout.generation_timeout_s),
+        traces=traces,
     )
 
 

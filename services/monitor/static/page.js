@@ -144,7 +144,7 @@
 
   function summary(g) {
     const mean = g.rewards.reduce((a, b) => a + b, 0) / Math.max(1, g.rewards.length);
-    return "Prompt " + g.prompt_index + ", version " + g.version + ", lag now " + g.lag + ", mean reward " + mean.toFixed(3);
+    return "Prompt " + g.prompt_index + ", version " + g.version + ", lag now " + g.lag + ", mean reward " + mean.toFixed(3) + (g.trace ? ", trace " + g.trace : "");
   }
 
   let shownGroups = "";
