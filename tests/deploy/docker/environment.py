@@ -74,13 +74,14 @@ def start_engine(folder: Path) -> None:
     for stale in ("docker.pid", "docker.sock"):
         (folder / stale).unlink(missing_ok=True)
     with (folder / "dockerd.log").open("ab") as log:
-        subprocess.Popen(
-            ["unshare", "--mount", "--net", "--propagation", "private", "bash", "-c", START.format(folder)],
+        subprocess.run(  # which forks: the engine outlives this process, and is nobody's child here
+            [*"setsid --fork unshare --mount --net --propagation private bash -c".split(), START.format(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
             env={**os.environ, "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"},
+            check=True,
+            timeout=10,
         )
     end = time.monotonic() + 60
     while not answers(folder):
