@@ -25,6 +25,7 @@ BASE = "localhost/lagrange-base:test"
 REDIS = "localhost/lagrange-redis:test"
 IMAGES = {name: f"lagrange/{name}:test" for name in ("service", "trainer", "engine")}
 NEEDED = {"dockerd": "docker.io", "iptables": "iptables", "redis-server": "redis-server"}
+OWN_NAMESPACES = ("unshare", "--mount", "--net", "--propagation", "private")
 START = (
     "ip link set lo up 2>/dev/null; echo $$ > {0}/ns.pid; exec dockerd --data-root {0}/data --exec-root {0}/exec "
     "--pidfile {0}/docker.pid -H unix://{0}/docker.sock --storage-driver overlay2 --ip6tables=false "
@@ -75,7 +76,7 @@ def start_engine(folder: Path) -> None:
         (folder / stale).unlink(missing_ok=True)
     with (folder / "dockerd.log").open("ab") as log:
         subprocess.run(  # which forks: the engine outlives this process, and is nobody's child here
-            [*"setsid --fork unshare --mount --net --propagation private bash -c".split(), START.format(folder)],
+            ["setsid", "--fork", *OWN_NAMESPACES, "bash", "-c", START.format(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
