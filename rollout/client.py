@@ -15,6 +15,7 @@ Seen with SGLang 0.5.23 on a CPU (tests/rollout/test_real_engine.py holds most o
 - A stop token is part of output_ids, with its log-prob.
 - A token id outside the vocabulary ends the whole server, so ids are checked here before they are sent.
 - Without --enable-return-routed-experts the routes are silently absent.
+- A stream's message has log-probs and a version, and routes only when it is the last (rollout/stream.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,6 +33,7 @@ import numpy as np
 
 from broker.types import Float32Array, Int32Array, RouteArray, VersionRun
 from rollout.checkpoint import Checkpoint
+from rollout.stream import Arrivals, BadMessage, ErrorMessage
 
 FINISHES = ("stop", "length", "abort")
 COPIED_PROMPT = 64  # tokens: up to so many, computing a prompt n times costs less than a pass of its own
@@ -152,26 +155,55 @@ class EngineClient:
         answers = await self.ask_generate(prompt_ids, n, sampling, routes_start)
         return [self._sample(answer, len(prompt_ids), routes_start) for answer in answers]
 
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        *,
+        every: int,
+        stall_s: float,
+    ) -> tuple[list[Sample | EngineError], EngineError | None]:
+        """As `generate`, in messages of `every` tokens: what arrived is kept if the engine dies, and goes on elsewhere.
+
+        Returns the samples and what broke the stream off, None if nothing did; one that broke off has finish "abort",
+        and one of which nothing can be kept is that error. stall_s: longest silence once it has begun, in seconds.
+        Raises EngineError if nothing arrived at all.
+        """
+        body = self._generate_body(prompt_ids, n, sampling, 0)
+        body["sampling_params"]["stream_interval"] = every
+        arrivals = Arrivals(n)
+        broke: EngineError | None = None
+        try:
+            await self._receive({**body, "stream": True}, arrivals, stall_s)
+        except EngineError as error:
+            broke = None if arrivals.complete else error
+        answers = [sample.answer() for sample in arrivals.samples]
+        if broke is not None and not any(answers):
+            raise broke
+        samples = [broke if a is None and broke else self._sample(a, len(prompt_ids), 0) for a in answers]
+        return samples, broke
+
+    async def _receive(self, body: Mapping[str, Any], arrivals: Arrivals, stall_s: float) -> None:
+        """Read a stream to its end."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._timeout_s
+        with self._errors("/generate"):
+            async with asyncio.timeout_at(end) as limit, self._http.stream("POST", "/generate", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    self._check("/generate", response.status_code, response.text)
+                async for line in response.aiter_lines():
+                    arrivals.add(line)
+                    limit.reschedule(min(end, loop.time() + stall_s))
+        if not arrivals.complete:
+            raise EngineDropped(f"{self.url}/generate: the stream ended before its samples did")
+
     async def ask_generate(
         self, prompt_ids: Sequence[int], n: int, sampling: Sampling, routes_start: int
     ) -> list[dict[str, Any]]:
         """As `generate`, but the answers as they are, unchecked."""
-        self._check_prompt(prompt_ids, sampling, routes_start)
-        prompt, copies = list(prompt_ids), n > 1 and len(prompt_ids) <= COPIED_PROMPT
-        parameters = {
-            "temperature": sampling.temperature,
-            "max_new_tokens": sampling.max_new_tokens,
-            "stop_token_ids": list(sampling.stop_ids),
-            "ignore_eos": sampling.ignore_end,
-            "n": 1 if copies else n,
-        }
-        body: dict[str, Any] = {"input_ids": [prompt] * n if copies else prompt, "sampling_params": parameters}
-        body["return_logprob"] = True
-        if self._priority is not None:
-            body["priority"] = self._priority
-        if self.checkpoint.routed:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": routes_start}
-        answers = await self._call("POST", "/generate", body)
+        answers = await self._call("POST", "/generate", self._generate_body(prompt_ids, n, sampling, routes_start))
         answers = answers if isinstance(answers, list) else [answers]
         if len(answers) != n:
             raise InvalidAnswer(f"{len(answers)} answers for n = {n}")
@@ -200,6 +232,27 @@ class EngineClient:
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidAnswer(f"/v1/loads: {error!r}") from error
 
+    def _generate_body(
+        self, prompt_ids: Sequence[int], n: int, sampling: Sampling, routes_start: int
+    ) -> dict[str, Any]:
+        """Of /generate. Raises RequestRefused for what would harm the engine."""
+        self._check_prompt(prompt_ids, sampling, routes_start)
+        prompt, copies = list(prompt_ids), n > 1 and len(prompt_ids) <= COPIED_PROMPT
+        parameters = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": list(sampling.stop_ids),
+            "ignore_eos": sampling.ignore_end,
+            "n": 1 if copies else n,
+        }
+        body: dict[str, Any] = {"input_ids": [prompt] * n if copies else prompt, "sampling_params": parameters}
+        body["return_logprob"] = True
+        if self._priority is not None:
+            body["priority"] = self._priority
+        if self.checkpoint.routed:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routes_start}
+        return body
+
     def _check_prompt(self, prompt_ids: Sequence[int], sampling: Sampling, routes_start: int) -> None:
         c = self.checkpoint
         if not len(prompt_ids):
@@ -222,29 +275,44 @@ class EngineClient:
             return error
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, empty: bool = False) -> Any:
-        try:
+        with self._errors(path):
             async with asyncio.timeout(self._timeout_s):  # httpx's limits are for each read, this is for all of it
                 response = await self._http.request(method, path, json=body)
-        except httpx.ConnectTimeout as error:
-            raise EngineUnreachable(f"{self.url}{path}: no connection") from error
-        except (httpx.TimeoutException, TimeoutError) as error:
-            raise EngineTimeout(f"{self.url}{path}: no answer within {self._timeout_s:g} s") from error
-        except httpx.ConnectError as error:
-            raise EngineUnreachable(f"{self.url}{path}: {error}") from error
-        except httpx.HTTPError as error:
-            raise EngineDropped(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if response.status_code == 429 or response.status_code >= 500:
-            raise EngineBusy(f"{self.url}{path}: {response.status_code} {response.text[:200]}")
-        if response.status_code in (401, 403):
-            raise KeyRefused(f"{self.url} refuses the API key. Set LAGRANGE_ENGINE_API_KEY to the engine's.")
-        if response.status_code != 200:
-            raise RequestRefused(f"{self.url}{path}: {response.status_code} {response.text[:200]}")
+            self._check(path, response.status_code, response.text)
         if empty:
             return None
         try:
             return response.json()
         except ValueError as error:
             raise InvalidAnswer(f"{self.url}{path}: the answer is not JSON") from error
+
+    def _check(self, path: str, status: int, text: str) -> None:
+        """Raises the error that a status stands for."""
+        if status == 429 or status >= 500:
+            raise EngineBusy(f"{self.url}{path}: {status} {text[:200]}")
+        if status in (401, 403):
+            raise KeyRefused(f"{self.url} refuses the API key. Set LAGRANGE_ENGINE_API_KEY to the engine's.")
+        if status != 200:
+            raise RequestRefused(f"{self.url}{path}: {status} {text[:200]}")
+
+    @contextlib.contextmanager
+    def _errors(self, path: str) -> Iterator[None]:
+        """What goes wrong on the way as an EngineError."""
+        try:
+            yield
+        except httpx.ConnectTimeout as error:
+            raise EngineUnreachable(f"{self.url}{path}: no connection") from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise EngineTimeout(f"{self.url}{path}: none in {self._timeout_s:g} s, or a stream stood still") from error
+        except httpx.ConnectError as error:
+            raise EngineUnreachable(f"{self.url}{path}: {error}") from error
+        except httpx.HTTPError as error:
+            raise EngineDropped(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        except BadMessage as error:
+            raise InvalidAnswer(f"{self.url}{path}: {error}") from error
+        except ErrorMessage as error:
+            self._check(path, error.code, str(error))
+            raise InvalidAnswer(f"{self.url}{path}: {error}") from error
 
 
 def parse_sample(answer: Any, checkpoint: Checkpoint, prompt: int, routes_start: int) -> Sample:

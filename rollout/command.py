@@ -50,6 +50,7 @@ def engine_launch(
     argv += ["--mem-fraction-static", f"{engine.memory_fraction:g}", "--tp-size", str(engine.tensor_parallel)]
     argv += ["--weight-version", UNCONFIRMED_VERSION, "--random-seed", str(seed)]
     argv += ["--skip-tokenizer-init", "--sleep-on-idle", "--log-level-http", "warning"]
+    argv += ["--incremental-streaming-output"]  # else each message of a stream repeats all those before
     if engine.metrics:
         argv += ["--enable-metrics"]
     if engine.device == "cpu":

@@ -1,4 +1,4 @@
-"""Joins an aborted sample and its continuation, possibly under newer weights.
+"""Joins a sample that broke off (or was asked for in pieces) and its continuation, possibly under newer weights.
 
 Invariant: what was sampled stays as it was: its tokens, log-probs, versions and routes are those of the forward passes
 that made them, and the joined sample is as complete as one that was never interrupted. Pure.
@@ -31,25 +31,41 @@ class Continuation:
 
 
 def next_request(
-    prompt_ids: Sequence[int], partial: Sample | None, sampling: Sampling, routes_start: int = 0
+    prompt_ids: Sequence[int],
+    partial: Sample | None,
+    sampling: Sampling,
+    routes_start: int = 0,
+    piece: int | None = None,
 ) -> Continuation:
     """The request for the rest of a sample; without a partial, or an empty one, it is the request for all of it.
 
-    routes_start: first position whose routes are wanted at all.
+    routes_start: first position whose routes are wanted at all. piece: most tokens to ask for at once, None: the rest.
     Raises ValueError if nothing is left to sample (see `is_complete`).
     """
     if partial is None or not len(partial.token_ids):
-        return Continuation(tuple(prompt_ids), routes_start, sampling)
+        limit = min(sampling.max_new_tokens, piece or sampling.max_new_tokens)
+        return Continuation(tuple(prompt_ids), routes_start, replace(sampling, max_new_tokens=limit))
     if is_complete(partial, sampling):
         raise ValueError("the sample is complete, there is nothing to go on with")
     ids = (*prompt_ids, *partial.token_ids.tolist())
     left = sampling.max_new_tokens - len(partial.token_ids)
-    return Continuation(ids, len(ids) - 1, replace(sampling, max_new_tokens=left))
+    return Continuation(ids, len(ids) - 1, replace(sampling, max_new_tokens=min(left, piece or left)))
 
 
 def is_complete(sample: Sample, sampling: Sampling) -> bool:
-    """Whether nothing is left to sample: it ended by itself, or was aborted after its last token."""
-    return sample.finish != "abort" or len(sample.token_ids) >= sampling.max_new_tokens
+    """Whether nothing is left to sample: it ended by itself, or broke off after its last token."""
+    return sample.finish in ("stop", "length") or len(sample.token_ids) >= sampling.max_new_tokens
+
+
+def as_piece(answer: Sample, asked: Sampling, before: int, wanted: Sampling) -> Sample:
+    """An answer that filled the piece that was `asked` of it has ended only if the whole is as long as `wanted`.
+
+    before: tokens that the sample had. Its finish becomes "piece" if it is to go on.
+    """
+    filled = answer.finish == "length" and len(answer.token_ids) == asked.max_new_tokens
+    return (
+        replace(answer, finish="piece") if filled and before + asked.max_new_tokens < wanted.max_new_tokens else answer
+    )
 
 
 def join(partial: Sample | None, rest: Sample, prompt: int) -> Sample:

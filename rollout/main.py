@@ -70,6 +70,8 @@ def worker_parts(config: RunConfig) -> Parts:
     if config.model.path is None:
         raise ConfigError("model.path is not set. Set it, or start the run with `lagrange up`, which makes model.tiny.")
     checkpoint = read_checkpoint(config.model.path)
+    if config.trainer.routing_replay == "off":
+        checkpoint = checkpoint.without_routes()
     if config.rollout.max_new_tokens >= checkpoint.context:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the model's "

@@ -2,7 +2,8 @@
 
 Invariant: every sample that comes out is complete and each of its tokens is of a version that is an integer, no older
 than the engine's at admission; whatever was thrown away is counted. The fresh samples of a group are one request with n
-(4 to 6 times faster than n requests on a CPU); each sample has its own tries. An aborted sample goes on where it was.
+(4 to 6 times faster than n requests on a CPU); each sample has its own tries. An aborted sample goes on where it was,
+and so does one whose engine died, from what had arrived of it (docs/fleet.md).
 An engine that cannot be reached costs no try: it is restarted, or another takes over, within the caller's patience.
 """
 
@@ -28,11 +29,12 @@ from rollout.client import (
     Sample,
     Sampling,
 )
-from rollout.continuation import is_complete, join, next_request
+from rollout.continuation import Continuation, as_piece, is_complete, join, next_request
 from rollout.counters import Counters
 from rollout.engines import EnginePool
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+MESSAGE_TOKENS = 64  # of a stream: so many tokens of a sample are lost at most, and a message costs little beside them
 
 
 class NoEngine(Exception):
@@ -59,6 +61,7 @@ class Draw:
 
     interrupted, max_versions: as rollout.interrupted and rollout.max_versions of the configuration say. interruptions:
     samples that an update cut short and that may not go on. span: of the group, in its trace.
+    part_tokens, stall_s: rollout.part_tokens, 0 if a sample may not go on elsewhere, and rollout.stall_timeout_s.
     """
 
     prompt_ids: tuple[int, ...]
@@ -74,6 +77,8 @@ class Draw:
     interruptions: int = 0
     routes_start: int = 0  # first position whose routes are wanted: a turn of an episode has those before it
     span: Span = NO_SPAN
+    part_tokens: int = 0
+    stall_s: float = 60.0
 
     @property
     def open(self) -> list[Slot]:
@@ -165,42 +170,61 @@ async def _round(draw: Draw, pool: EnginePool, engine: EngineRecord) -> bool:
         raise errors.exceptions[0] from None
     finally:
         pool.started(engine.engine_id, -len(fresh) - len(begun))
-    if any(request.result() for request in requests):
-        return True
-    pool.suspect(engine.engine_id)
-    return False
+    outcomes = [request.result() for request in requests]
+    if "answered" not in outcomes:
+        pool.suspect(engine.engine_id)
+    return outcomes.count("unreachable") < len(outcomes)
 
 
-async def _request(draw: Draw, client: EngineClient, batch: Sequence[Slot]) -> bool:
-    """Send one request and put its answers where they belong; False if the engine could not be reached."""
-    ask = next_request(draw.prompt_ids, batch[0].partial, draw.sampling, draw.routes_start)
+async def _request(
+    draw: Draw, client: EngineClient, batch: Sequence[Slot]
+) -> Literal["answered", "broke off", "unreachable"]:
+    """Send one request, put its answers where they belong, and say what became of it."""
+    # Routes come at the end of an answer: where they are needed, a part has to be an answer of its own.
+    piece = draw.part_tokens if client.checkpoint.routed else 0
+    ask = next_request(draw.prompt_ids, batch[0].partial, draw.sampling, draw.routes_start, piece or None)
     began = time.monotonic()
+    broke: EngineError | None = None
     try:
-        answers = await client.generate(ask.prompt_ids, len(batch), ask.sampling, routes_start=ask.routes_start)
+        answers, broke = await _answers(draw, client, ask, len(batch))
     except RequestRefused as error:
         raise Unanswerable(str(error)) from error
     except (EngineUnreachable, KeyRefused) as error:
         draw.last_error = str(error)
         draw.counters.add("engine_unreachable")
-        return False
+        return "unreachable"
     except EngineError as error:
         for slot in batch:
             _failed(draw, slot, error)
-        return True
+        return "answered"
     finally:
         draw.counters.add("generation_seconds", time.monotonic() - began)
+    if broke is not None:
+        draw.last_error = f"{type(broke).__name__}: {broke}"
+        draw.counters.add("streams_broken")
     for slot, answer in zip(batch, answers, strict=True):
-        _settle(draw, slot, answer)
-    return True
+        _settle(draw, slot, answer, ask)
+    return "answered" if broke is None else "broke off"
 
 
-def _settle(draw: Draw, slot: Slot, answer: Sample | InvalidAnswer) -> None:
+async def _answers(
+    draw: Draw, client: EngineClient, ask: Continuation, n: int
+) -> tuple[Sequence[Sample | EngineError], EngineError | None]:
+    """As EngineClient.stream; a short answer comes at once, which is cheaper."""
+    if client.checkpoint.routed or not 0 < draw.part_tokens < ask.sampling.max_new_tokens:
+        return await client.generate(ask.prompt_ids, n, ask.sampling, routes_start=ask.routes_start), None
+    every = min(MESSAGE_TOKENS, draw.part_tokens)
+    return await client.stream(ask.prompt_ids, n, ask.sampling, every=every, stall_s=draw.stall_s)
+
+
+def _settle(draw: Draw, slot: Slot, answer: Sample | EngineError, ask: Continuation) -> None:
     """Put one answer where it belongs: complete, to be continued, or a failure."""
-    if isinstance(answer, InvalidAnswer):
+    if isinstance(answer, EngineError):
         _failed(draw, slot, answer)
         return
+    answer = as_piece(answer, ask.sampling, len(slot.partial.token_ids) if slot.partial else 0, draw.sampling)
     draw.counters.add("generated_tokens", len(answer.token_ids))
-    draw.counters.add("prompt_tokens", len(draw.prompt_ids))
+    draw.counters.add("prompt_tokens", len(ask.prompt_ids))
     draw.counters.add("cached_prompt_tokens", answer.cached_tokens)
     try:
         if answer.versions and answer.versions[0].version < draw.at_least:
@@ -217,6 +241,9 @@ def _settle(draw: Draw, slot: Slot, answer: Sample | InvalidAnswer) -> None:
     if is_complete(sample, draw.sampling):
         slot.done, slot.partial = sample, None
         slot.span.end(tokens=len(sample.token_ids), versions=len(sample.versions))
+        return
+    if answer.finish == "piece":
+        slot.partial = sample
         return
     draw.counters.add("aborted_samples")
     slot.span.event("interrupted", tokens=len(sample.token_ids))

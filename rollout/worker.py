@@ -212,6 +212,8 @@ class Worker:
                 rollout.interrupted,
                 rollout.max_versions,
                 span=span,
+                part_tokens=rollout.part_tokens if rollout.interrupted == "continue" else 0,
+                stall_s=rollout.stall_timeout_s,
             )
             trajectories = await self._trajectories(prompt, draw, engine.engine_id)
             if len(trajectories) < rollout.min_samples:

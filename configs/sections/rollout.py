@@ -69,6 +69,15 @@ class RolloutSection(Section):
     )
     max_new_tokens: Positive = Field(..., description="Longest response, in tokens.")
     generation_timeout_s: Seconds = Field(60.0, description="Longest wait for one answer of an engine, in seconds.")
+    part_tokens: int = Field(
+        2048,
+        ge=0,
+        description="Longer responses come in parts, so that a dead engine costs the last part alone: as a stream, or "
+        "in requests of so many tokens where routes are replayed, which SGLang sends at the end of an answer; 0: whole.",
+    )
+    stall_timeout_s: Seconds = Field(
+        60.0, description="Longest silence in a stream that has begun, in seconds; then it counts as broken off."
+    )
     interrupted: Literal["continue", "restart", "drop"] = Field(
         "continue",
         description="What becomes of a sample that an update interrupted: it goes on where it was, is drawn again, or "
