@@ -73,7 +73,7 @@ class RolloutSection(Section):
         2048,
         ge=0,
         description="Longer responses come in parts, so that a dead engine costs the last part alone: as a stream, or "
-        "in requests of so many tokens where routes are replayed, which SGLang sends at the end of an answer; 0: whole.",
+        "in requests of so many tokens where routes are replayed, which SGLang sends with an answer's end; 0: in one.",
     )
     stall_timeout_s: Seconds = Field(
         60.0, description="Longest silence in a stream that has begun, in seconds; then it counts as broken off."
@@ -105,7 +105,9 @@ class EngineSection(Section):
 
     replicas: Processes = Field(1, description="Engines that `lagrange up` starts.")
     urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+")], ...] = Field(
-        (), description="Engines that run elsewhere, by base URL; not empty: `lagrange up` starts none."
+        (),
+        description="Engines that run elsewhere, by base URL; weight-sync lets them join, each address of a name as an "
+        "engine of its own. Not empty: `lagrange up` starts none.",
     )
     host: str = Field("127.0.0.1", description="Address that an engine listens on.")
     port: Port = Field(0, description="Port of the first engine, the others follow; 0: free ones.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Annotated, Any
 
 import httpx
@@ -47,17 +47,24 @@ def create_app(
     token: str | None,
     closing: Callable[[], Any] | None = None,
     http: httpx.AsyncClient | None = None,
+    beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> FastAPI:
-    """The application; it runs the reconciler while it is up. closing: called when everything has stopped."""
+    """The application; it runs the reconciler while it is up.
+
+    closing: called when everything has stopped. beside: what goes on as long as it is up, cancelled at the end.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.create_task(reconciler.run(), name="reconciler")
+        other = [asyncio.create_task(beside(), name="beside")] if beside is not None else []
         try:
             yield
         finally:
+            for task in other:
+                task.cancel()
             reconciler.stop()
-            await asyncio.gather(loop, return_exceptions=True)
+            await asyncio.gather(loop, *other, return_exceptions=True)
             if http is not None:
                 await http.aclose()
             if closing is not None:

@@ -25,6 +25,7 @@ from rollout.command import engine_environment
 from rollout.engine import ADVERTISED_HOST
 from services.http import run_service
 from services.weight_sync.app import create_app
+from services.weight_sync.discovery import Discovery
 from services.weight_sync.distributed import Distributed, Reach
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
@@ -57,7 +58,8 @@ def run(config: RunConfig) -> int:
     def build(token: str | None) -> FastAPI:
         http = httpx.AsyncClient(limits=httpx.Limits(max_connections=MAX_CONNECTIONS), trust_env=False)
         reconciler = Reconciler(broker, http, settings, partial(transport_of, config, os.environ))
-        return create_app(reconciler, token, closing=broker.close, http=http)
+        discovery = Discovery(reconciler, config.engine.urls)
+        return create_app(reconciler, token, closing=broker.close, http=http, beside=discovery.run)
 
     return run_service("weight-sync", config.weight_sync, build)
 
