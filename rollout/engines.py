@@ -20,6 +20,9 @@ from rollout.ports import RolloutBroker
 from rollout.threads import in_thread
 
 REFRESH_S = 0.1
+# A prefix is left behind for an engine that has less to do by more than so many samples and this factor: as much as it
+# costs to compute a prompt again is soon lost in a longer batch, and small differences are noise.
+SPARE, OVERLOADED = 16, 2.0
 LOADS_EVERY_S = 1.0
 SUSPECT_S = 1.0
 
@@ -29,14 +32,17 @@ def choose(
 ) -> EngineRecord | None:
     """The routable engine of version >= at_least with the smallest load; None if there is none.
 
-    load: samples running on an engine, by id; unknown counts as 0. prefer: id of an engine that is taken if it fits.
-    Ties go to the newer version, then to the smaller id.
+    load: samples running on an engine, by id; unknown counts as 0. prefer: id of the engine that has the prefix in its
+    cache; it is taken if it fits, unless its load is more than SPARE above the smallest and more than OVERLOADED times
+    that. Ties go to the newer version, then to the smaller id.
     """
-    fit = [record for record in engines if record.routable and record.version >= at_least]
-    for record in fit:
-        if record.engine_id == prefer:
-            return record
-    return min(fit, key=lambda r: (load.get(r.engine_id, 0.0), -r.version, r.engine_id), default=None)
+    fit = {record.engine_id: record for record in engines if record.routable and record.version >= at_least}
+    if not fit:
+        return None
+    least = min(fit.values(), key=lambda r: (load.get(r.engine_id, 0.0), -r.version, r.engine_id))
+    has, smallest = load.get(prefer or "", 0.0), load.get(least.engine_id, 0.0)
+    too_busy = has - smallest > SPARE and has > OVERLOADED * smallest
+    return least if too_busy else fit.get(prefer or "", least)
 
 
 class EnginePool:

@@ -75,6 +75,7 @@ class Draw:
     tokens_lost: int = 0
     last_error: str = ""
     interruptions: int = 0
+    engine_id: str = ""  # where its last request went: that engine has its prefix
     routes_start: int = 0  # first position whose routes are wanted: a turn of an episode has those before it
     span: Span = NO_SPAN
     part_tokens: int = 0
@@ -106,22 +107,25 @@ class Draw:
 async def draw_group(draw: Draw, samples: int, pool: EnginePool, engine_id: str, patience_s: float) -> None:
     """Fill `draw` with up to `samples` complete samples; fewer if some ran out of tries.
 
-    engine_id: engine of the admission, taken while it fits. patience_s: longest wait for an engine, in seconds.
+    engine_id: that has the prefix, or of the admission; see rollout.engines.choose. patience_s: longest wait for an
+    engine, in seconds.
     Raises NoEngine and Unanswerable.
     """
+    draw.engine_id = engine_id
     draw.slots = [Slot(span=draw.span.child("generate", sample=number)) for number in range(samples)]
     try:
-        await _fill(draw, pool, engine_id, patience_s)
+        await _fill(draw, pool, patience_s)
     finally:
         for slot in draw.slots:  # those that are not complete
             slot.span.end(draw.last_error or "not waited for")
 
 
-async def _fill(draw: Draw, pool: EnginePool, engine_id: str, patience_s: float) -> None:
+async def _fill(draw: Draw, pool: EnginePool, patience_s: float) -> None:
     pause = FIRST_PAUSE_S
     reached = time.monotonic()
     while draw.open:
-        engine = await _wait_for_engine(draw, pool, engine_id, reached + patience_s)
+        engine = await _wait_for_engine(draw, pool, reached + patience_s)
+        draw.engine_id = engine.engine_id
         failures = sum(slot.failures for slot in draw.slots)
         if not await _round(draw, pool, engine):
             continue
@@ -134,11 +138,11 @@ async def _fill(draw: Draw, pool: EnginePool, engine_id: str, patience_s: float)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-async def _wait_for_engine(draw: Draw, pool: EnginePool, engine_id: str, until: float) -> EngineRecord:
+async def _wait_for_engine(draw: Draw, pool: EnginePool, until: float) -> EngineRecord:
     while True:
         engine = None
         try:
-            engine = await pool.pick(at_least=draw.oldest_allowed, prefer=engine_id)
+            engine = await pool.pick(at_least=draw.oldest_allowed, prefer=draw.engine_id)
         except (BrokerError, TimeoutError) as error:  # without the registry no engine counts as confirmed
             draw.last_error = str(error)
         if engine is not None:

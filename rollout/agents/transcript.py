@@ -72,7 +72,7 @@ class Transcript:
         elif found[0].open:
             conversation = found[0].conversation
         else:
-            conversation = Conversation(Episode(found[0].ids))
+            conversation = Conversation(Episode(found[0].ids, engine_id=found[0].conversation.episode.engine_id))
         episode = conversation.episode if found is None else conversation.episode.observed(encode(text[found[1] :]))
         conversation.busy = True
         return Call(said, text, conversation, episode)

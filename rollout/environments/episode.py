@@ -38,7 +38,7 @@ class Turn:
 class Episode:
     """prompt_ids: of the group's prompt. The rest covers the response so far, turns and environment tokens together.
 
-    pending: environment tokens that no turn has read yet; they are dropped if none does.
+    pending: environment tokens that no turn has read yet; they are dropped if none does. engine_id: of the last turn.
     """
 
     prompt_ids: tuple[int, ...]
@@ -52,6 +52,7 @@ class Episode:
     finish: str = "stop"
     turns: int = 0
     reward: float = 0.0
+    engine_id: str = ""
 
     @property
     def turn(self) -> Turn:

@@ -23,8 +23,9 @@ class Interrupted(Exception):
 class Turns:
     """How turns of one group's episodes are drawn.
 
-    template: its sampling, counters and rules; what is lost is added to it. context: the model's longest sequence.
-    patience_s: longest wait for an engine, in seconds.
+    engine_id: of the admission; later turns prefer the engine of the turn before. template: its sampling, counters and
+    rules; what is lost is added to it. context: the model's longest sequence. patience_s: longest wait for an engine,
+    in seconds.
     """
 
     pool: EnginePool
@@ -56,7 +57,7 @@ class Turns:
             tokens_lost=0,
         )
         try:
-            await draw_group(draw, 1, self.pool, self.engine_id, self.patience_s)
+            await draw_group(draw, 1, self.pool, episode.engine_id or self.engine_id, self.patience_s)
         finally:
             template.tokens_lost += draw.tokens_lost
             template.last_error = draw.last_error or template.last_error
@@ -64,7 +65,7 @@ class Turns:
             raise Interrupted(draw.last_error)
         if not draw.samples:
             raise InvalidAnswer(draw.last_error or "no answer")
-        after = episode.answered(asked, draw.samples[0])
+        after = replace(episode.answered(asked, draw.samples[0]), engine_id=draw.engine_id)
         if len(after.versions) > template.max_versions:
             self.lost(sum(after.mask) - sum(episode.mask))
             raise Interrupted(f"it would span more than {template.max_versions} versions")
