@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +25,7 @@ from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.model import fake_log_prob, fake_routes
-from tests.rollout.helpers import make_worker, ready, ready_groups, serving, tiny_folder, until
-from tests.rollout.test_worker import working
+from tests.rollout.helpers import make_worker, ready, ready_groups, run_with, tiny_folder, until, working
 
 
 @pytest.fixture
@@ -37,10 +35,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def run(broker: Broker, engine: FakeEngine) -> Iterator[Run]:
-    with contextlib.ExitStack() as stack:
-        run = Run(broker).start()
-        broker.remove_engine("engine-1")
-        serving(broker, stack.enter_context(engine.serve()), 0)
+    with run_with(broker, engine) as run:
         yield run
 
 

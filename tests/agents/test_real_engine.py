@@ -17,8 +17,7 @@ from tests.agents.players import TEMPLATE
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.engine_fixture import RealEngine
-from tests.rollout.helpers import make_worker, ready, ready_groups, serving, until
-from tests.rollout.test_worker import working
+from tests.rollout.helpers import make_worker, ready, ready_groups, serving, until, working
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

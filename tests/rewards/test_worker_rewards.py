@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -20,8 +19,7 @@ from rollout.tasks.prepare import encode_prompt, try_prompt
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
-from tests.rollout.helpers import make_worker, ready, ready_groups, serving, tiny_folder, until
-from tests.rollout.test_worker import working
+from tests.rollout.helpers import make_worker, ready, ready_groups, run_with, tiny_folder, until, working
 
 
 @pytest.fixture
@@ -31,10 +29,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def run(broker: Broker, engine: FakeEngine) -> Iterator[Run]:
-    with contextlib.ExitStack() as stack:
-        run = Run(broker).start()
-        broker.remove_engine("engine-1")
-        serving(broker, stack.enter_context(engine.serve()), 0)
+    with run_with(broker, engine) as run:
         yield run
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rollout.tasks import Task, make_task
 from rollout.worker import Worker
 from services.local.tiny_model import write_tiny_model
 from tests.broker.helpers import Run
+from tests.fakes.engine import FakeEngine
 
 ENGINE = "engine-0"
 CHECKPOINT = Checkpoint(Path("/model"), layers=2, experts=8, top_k=2, vocabulary=32, context=512, stop_ids=(2,))
@@ -58,6 +60,28 @@ def make_worker(
 def serving(broker: Broker, url: str, version: int, engine_id: str = ENGINE) -> None:
     """Register an engine that serves `version`."""
     broker.register_engine(EngineRecord(engine_id, url, EngineState.SERVING, version))
+
+
+@contextlib.contextmanager
+def run_with(broker: Broker, engine: FakeEngine) -> Iterator[Run]:
+    """A run that has begun, whose only engine is `engine`, which serves version 0."""
+    with engine.serve() as url:
+        run = Run(broker).start()
+        broker.remove_engine("engine-1")
+        serving(broker, url, 0)
+        yield run
+
+
+@contextlib.asynccontextmanager
+async def working(worker: Worker) -> AsyncIterator[asyncio.Event]:
+    """A worker at work; ends it at the end, within the time that SIGTERM has."""
+    stop = asyncio.Event()
+    task = asyncio.create_task(worker.run(stop))
+    try:
+        yield stop
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, 5.0)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

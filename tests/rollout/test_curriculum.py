@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,7 @@ from rollout.tasks import Prompt, Response
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
-from tests.rollout.helpers import make_worker, ready, serving, tiny_folder, until
-from tests.rollout.test_worker import working
+from tests.rollout.helpers import make_worker, ready, run_with, tiny_folder, until, working
 
 SETTINGS = CurriculumSection()
 
@@ -41,10 +39,7 @@ class TwoPrompts:
 def run(broker: Broker) -> Iterator[Run]:
     turn = iter(range(10**9))
     engine = FakeEngine(version="0", answer=lambda _prompt, _rng: [3 + next(turn) % 2, 2])
-    with contextlib.ExitStack() as stack:
-        run = Run(broker).start()
-        broker.remove_engine("engine-1")
-        serving(broker, stack.enter_context(engine.serve()), 0)
+    with run_with(broker, engine) as run:
         yield run
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from broker.errors import BrokerUnavailable
 from broker.queue import Broker
 from broker.types import EngineRecord, EngineState, VersionRun, check_group
 from rollout.tasks import Prompt, Response, make_task
-from rollout.worker import Worker
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.model import fake_log_prob, fake_routes
-from tests.rollout.helpers import ENGINE, make_worker, ready, ready_groups, serving, tiny_folder, until
+from tests.rollout.helpers import ENGINE, make_worker, ready, ready_groups, serving, tiny_folder, until, working
 
 
 @pytest.fixture
@@ -46,18 +44,6 @@ def run(broker: Broker, url: str) -> Run:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tiny_folder(tmp_path)
-
-
-@contextlib.asynccontextmanager
-async def working(worker: Worker) -> AsyncIterator[asyncio.Event]:
-    """A worker at work; ends it at the end, within the time that SIGTERM has."""
-    stop = asyncio.Event()
-    task = asyncio.create_task(worker.run(stop))
-    try:
-        yield stop
-    finally:
-        stop.set()
-        await asyncio.wait_for(task, 5.0)
 
 
 async def test_groups_fill_the_bound_and_carry_what_the_engine_said(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.model import fake_log_prob, fake_routes
-from tests.rollout.helpers import make_worker, ready, ready_groups, serving, tiny_folder, until
-from tests.rollout.test_worker import working
+from tests.rollout.helpers import make_worker, ready, ready_groups, run_with, serving, tiny_folder, until, working
 
 
 def sample(prompt: int, ids: list[int], version: int, routes_start: int) -> Sample:
@@ -82,10 +80,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def run(broker: Broker, engine: FakeEngine) -> Iterator[Run]:
-    with contextlib.ExitStack() as stack:
-        run = Run(broker).start()
-        broker.remove_engine("engine-1")
-        serving(broker, stack.enter_context(engine.serve()), 0)
+    with run_with(broker, engine) as run:
         yield run
 
 

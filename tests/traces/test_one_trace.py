@@ -20,8 +20,7 @@ from tests.broker.helpers import Run, wait_for
 from tests.broker.test_queue_cli import said
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
-from tests.rollout.helpers import ENGINE, make_worker, ready, serving, tiny_folder, until
-from tests.rollout.test_worker import working
+from tests.rollout.helpers import ENGINE, make_worker, ready, serving, tiny_folder, until, working
 from tests.traces.helpers import Collector, Memory, collector
 from tests.trainer.sim import BigramPolicy, MemoryCheckpoints
 from trainer.loop import Trainer

@@ -243,3 +243,13 @@ def records(config: RunConfig) -> list[dict[str, Any]]:
 
 
 __all__ = ["BigramPolicy", "MemoryCheckpoints", "PromptCursor", "World", "records", "trainer_of"]
+
+
+class Wrapped:
+    """A broker in which some methods are replaced."""
+
+    def __init__(self, inner: Broker, **replaced: Any) -> None:
+        self._inner, self._replaced = inner, replaced
+
+    def __getattr__(self, name: str) -> Any:
+        return self._replaced.get(name) or getattr(self._inner, name)
