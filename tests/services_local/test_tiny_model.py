@@ -49,6 +49,13 @@ def test_the_tokenizer_gives_every_character_its_own_token_and_gives_the_text_ba
     assert tokenizer.decode([5, VOCABULARY.index("<eos>")]) == "2"
 
 
+def test_the_page_says_which_characters_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "run-it.md").read_text(encoding="utf-8")
+    assert f"    {CHARACTERS.replace(chr(10), '')}\n" in page
+    assert f"knows {len(VOCABULARY)} tokens" in page
+    assert f"these {len(CHARACTERS) - 1} characters" in page
+
+
 @pytest.mark.megatron
 def test_transformers_loads_the_checkpoint_with_no_weight_missing_or_left_over(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
