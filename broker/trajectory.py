@@ -6,6 +6,7 @@ response token has exactly one version, and a routing trace has one row for each
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +56,7 @@ class Trajectory:
     def oldest_version(self) -> int | None:
         """Smallest version over the trainable tokens; None if no token is trainable."""
         if len(self.versions) == 1:  # no slice: this is asked of every sample
-            return self.versions[0].version if self.loss_mask.any() else None
+            return self.versions[0].version if np.count_nonzero(self.loss_mask) else None
         oldest = [run.version for run in self.versions if self.loss_mask[run.start : run.start + run.length].any()]
         return min(oldest, default=None)
 
@@ -121,7 +122,7 @@ def check_trajectory(t: Trajectory) -> None:
     for name, array in (("log_probs", t.log_probs), ("loss_mask", t.loss_mask)):
         if len(array) != n:
             raise InvalidTrajectory(f"{name} has {len(array)} entries for {n} response tokens")
-    if not np.isfinite(t.reward):
+    if not math.isfinite(t.reward):
         raise InvalidTrajectory(f"reward is {t.reward}")
     at, last = 0, -1
     for run in t.versions:

@@ -11,7 +11,6 @@ the body, if the package `zstandard` is installed.
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import Any, Literal, cast
 
@@ -191,14 +190,15 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
         if group_id >= 0 and info.group_id != group_id:
             raise CorruptPayload(group_id, f"it holds group {info.group_id}")
         return _assemble(info, body)
-    except (msgspec.MsgspecError, ValueError, KeyError, OverflowError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise CorruptPayload(group_id, f"malformed: {error}") from error
 
 
 def _assemble(info: GroupInfo, body: memoryview | bytes) -> Group:
     def array(a: ArrayInfo) -> npt.NDArray[Any]:
-        count = math.prod(a.shape)
-        return np.frombuffer(body, _DTYPES[a.dtype], count, a.offset).reshape(a.shape) if count else _empty(a)
+        if min(a.offset, *a.shape) < 0:  # numpy takes -1 for "as many as there are"
+            raise ValueError(f"an array of shape {a.shape} at {a.offset}")
+        return np.ndarray(a.shape, _DTYPES[a.dtype], body, a.offset) if all(a.shape) else _empty(a)
 
     return Group(
         info.run,

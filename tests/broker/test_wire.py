@@ -170,6 +170,8 @@ LIES: list[dict[str, Any]] = [
     {"shape": (2**62, 2)},
     {"shape": (2**64 - 1,)},
     {"shape": (-1, -3)},
+    {"shape": (-1,)},
+    {"offset": -16},
     {"offset": 2**64 - 1},
     {"offset": -1},
     {"dtype": "i8"},
