@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from broker import scripts
 from broker.errors import BrokerError
 from broker.server import EmbeddedServer
-from tests.broker.test_protocol import on, schedules
+from tests.broker.schedules import on, schedules
 
 # what is lost -> (script, text, what stands there instead)
 MUTATIONS = {

@@ -12,7 +12,7 @@ from hypothesis import Phase
 from hypothesis.stateful import run_state_machine_as_test
 
 from broker.server import EmbeddedServer, server_version
-from tests.broker.test_protocol import on, schedules
+from tests.broker.schedules import on, schedules
 
 
 def binary(name: str) -> Path:

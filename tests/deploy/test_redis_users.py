@@ -24,7 +24,7 @@ from broker.types import EngineRecord, EngineState
 from configs import ConfigError
 from services.deployment import redis_users
 from tests.broker.helpers import ENGINE, WORKER, Run, finished
-from tests.broker.test_protocol import on, schedules
+from tests.broker.schedules import on, schedules
 from tests.conftest import RUN, small_config
 
 PASSWORDS: dict[Role, str] = {role: f"password-of-the-{role}" for role in ROLES}
