@@ -108,19 +108,42 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """Time in queue of the groups that wait now, in ms; percentiles by nearest rank."""
+
+    groups: int
+    min_ms: int
+    mean_ms: float
+    p50_ms: int
+    p95_ms: int
+    max_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Time in queue of groups that were trained or filtered in the surviving history.
+
+    total_ms: added up. groups: upper end of a bucket, in ms -> how many."""
+
+    total_ms: int
+    groups: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Detail:
     """What only a page asks for. by: (waiting or trained, dimension, name) -> oldest version (waiting) or lag -> count.
 
-    trained_wait_ms: upper end of a bucket of the time in queue -> groups trained or filtered in the surviving history.
-    waiting_p50_ms, waiting_p95_ms: time in queue of what waits (nearest rank), 0 if nothing does. events, dead: newest
-    first. lag_changed_step: step at which max_lag was changed last, -1: never. evaluations: results, newest first
+    waited: time in queue of all that was trained. waiting: of all that waits, None if nothing does. waited_by,
+    waiting_by: the same by dimension and name, of the names that have any. events, dead: newest first.
+    lag_changed_step: step at which max_lag was changed last, -1: never. evaluations: results, newest first
     (rollout/evaluation/run.py).
     """
 
     by: dict[tuple[str, str, str], dict[int, LagCount]]
-    trained_wait_ms: dict[int, int]
-    waiting_p50_ms: int
-    waiting_p95_ms: int
+    waited: Waited
+    waiting: Waiting | None
+    waited_by: dict[tuple[str, str], Waited]
+    waiting_by: dict[tuple[str, str], Waiting]
     events: tuple[Event, ...]
     dead: tuple[DeadLetter, ...]
     lag_changed_step: int = -1

@@ -22,7 +22,7 @@ from broker.worker_calls import WorkerCalls
 from configs.schema import RunConfig
 from configs.secrets import redis_user
 
-SCHEMA = "3"
+SCHEMA = "4"
 Command = Literal["lag", "pause", "resume", "drain", "checkpoint", "evaluate"]
 
 

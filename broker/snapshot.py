@@ -23,6 +23,8 @@ from broker.types import (
     Snapshot,
     Tally,
     VersionRecord,
+    Waited,
+    Waiting,
 )
 
 STATES = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
@@ -73,6 +75,8 @@ def attributed(fields: Mapping[str, str]) -> dict[tuple[str, str, str], dict[int
     found: dict[tuple[str, str, str], dict[int, list[int]]] = {}
     for key, value in fields.items():
         unit, what, dimension, at, name = key.split(":", 4)
+        if unit not in ("g", "t"):
+            continue
         found.setdefault((what, dimension, name), {}).setdefault(int(at), [0, 0])[unit == "t"] = int(value)
     # A count below 0 is a rollback of a worker that was forgotten meanwhile.
     return {
@@ -85,15 +89,41 @@ def bucket_end_ms(bucket: int) -> int:
     return math.ceil(1000 * (math.pow(2, (bucket + 1) / 8) - 1)) - 1
 
 
-def detail(answer: Sequence[Any], policy: Mapping[str, str], now: int) -> Detail:
+def waited_by_name(fields: Mapping[str, str]) -> dict[tuple[str, str], Waited]:
+    """From w:trained:<dimension>:<bucket>:<name> and s:trained:<...> to (dimension, name) -> time in queue."""
+    found: dict[tuple[str, str], dict[int, int]] = {}
+    for key, value in fields.items():
+        unit, _, dimension, at, name = key.split(":", 4)
+        if unit == "w" and int(value) > 0:
+            found.setdefault((dimension, name), {})[bucket_end_ms(int(at))] = int(value)
+    return {who: Waited(int(fields.get(f"s:trained:{who[0]}:0:{who[1]}", 0)), of) for who, of in found.items()}
+
+
+def waiting_times(item: Sequence[Any], submitted: int, now: int) -> Waiting:
+    """item: of lua/snapshot.lua. submitted: sum of the submission times, ms."""
+    youngest, p50, p95, oldest = (now - int(mark) for mark in item[3:7])
+    return Waiting(int(item[2]), youngest, now - submitted / int(item[2]), p50, p95, oldest)
+
+
+def detail(answer: Sequence[Any], policy: Mapping[str, str], ledger: Mapping[str, str], now: int) -> Detail:
     """answer: what follows `workers` in the answer of lua/snapshot.lua."""
-    by, waits, events, dead, marks, evaluations = answer
-    p50, p95 = (now - int(marks[i]) if marks else 0 for i in range(2))
+    by, waits, events, dead, evaluations, queues = answer
+    fields = pairs(by)
+    waiting = {
+        (item[0], item[1]): waiting_times(item, int(fields.get(f"s:waiting:{item[0]}:0:{item[1]}", 0)), now)
+        for item in queues
+        if item[0]
+    }
+    everything = next(
+        (waiting_times(item, int(ledger.get("ready_ms", 0)), now) for item in queues if not item[0]), None
+    )
+    waited = {bucket_end_ms(i): count.groups for i, count in histogram(pairs(waits)).items()}
     return Detail(
-        by=attributed(pairs(by)),
-        trained_wait_ms={bucket_end_ms(i): count.groups for i, count in histogram(pairs(waits)).items()},
-        waiting_p50_ms=p50,
-        waiting_p95_ms=p95,
+        by=attributed(fields),
+        waited=Waited(int(ledger.get("wait_ms", 0)), waited),
+        waiting=everything,
+        waited_by=waited_by_name(fields),
+        waiting_by=waiting,
         events=tuple(msgspec.json.decode(text, type=Event) for text in events),
         dead=tuple(msgspec.json.decode(text, type=DeadLetter, strict=False) for text in dead if text),
         lag_changed_step=int(policy.get("lag_changed_step", -1)),
@@ -164,5 +194,5 @@ def parse(answer: Sequence[Any]) -> Snapshot:
         counters=totals,
         metrics=msgspec.json.decode(policy.get("metrics", "{}")),
         dead_letters=dead,
-        detail=detail(answer[11:], policy, now) if len(answer) > 11 else None,
+        detail=detail(answer[11:], policy, ledger, now) if len(answer) > 11 else None,
     )

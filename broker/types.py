@@ -15,7 +15,19 @@ from broker.answers import (
     TrainerState,
     VersionRecord,
 )
-from broker.observed import DeadLetter, Detail, Event, GroupRecord, GroupState, LagCount, ListedState, Snapshot, Tally
+from broker.observed import (
+    DeadLetter,
+    Detail,
+    Event,
+    GroupRecord,
+    GroupState,
+    LagCount,
+    ListedState,
+    Snapshot,
+    Tally,
+    Waited,
+    Waiting,
+)
 from broker.trajectory import (
     BoolArray,
     Float32Array,
@@ -57,6 +69,8 @@ __all__ = [
     "Trajectory",
     "VersionRecord",
     "VersionRun",
+    "Waited",
+    "Waiting",
     "check_group",
     "check_trajectory",
 ]

@@ -30,8 +30,6 @@ for _, id in ipairs(redis.call('ZRANGE', k('leased'), 0, -1)) do undone[#undone 
 for _, id in ipairs(load(undone)) do
   local rec = group(id)
   if rec.state == 'trained' or rec.state == 'filtered' then
-    add('ledger', 'wait_ms', -field(rec, 'wait'))
-    add('ledger', 'waits', -1)
     waited(rec, -1)
     if rec.state == 'trained' then
       attribute('trained', rec, int(rec.trained_at - rec.oldest), -1)

@@ -12,12 +12,15 @@
 --                            pulled, step, wait, trained_at
 --   generating (zset)        id by lease deadline, ms        admitted (zset)  id by the engine's version at admission
 --   ready (zset)             id by oldest version            waiting (zset)   id by submission time, ms
+--   waiting:<dimension>:<name> (zsets)  the same by task, engine and worker
 --   leased (zset)            id by pull time, ms             trained (zset)   id by step; retained: those with a payload
 --   open, reissue (zsets)    prompts by index: not trained or given up; to issue before new ones
 --   tries (hash)             prompt -> attempt that comes next, of the prompts in reissue
 --   dead (hash), dead_order (zset)  dead letters by prompt; events, metrics, evaluations (lists)  newest first, capped
 --   ready_hist, lag_hist (hashes)   g:<version or lag>, t:<...>;  step_lags (hash)  step -> lags of a step not yet durable
---   by_hist (hash)           the same by task, engine and worker: g:<waiting|trained>:<dimension>:<version|lag>:<name>
+--   by_hist (hash)           the same by task, engine and worker: g:<waiting|trained>:<dimension>:<version|lag>:<name>;
+--                            sums of submission times and of times in queue, ms: s:<waiting|trained>:<dimension>:0:<name>;
+--                            wait_hist by name: w:trained:<dimension>:<i>:<name>
 --   wait_hist (hash)         time in queue of the trained: g:<i>, i = floor(8 log2(1 + seconds)); filtered ones, too
 --   freed (list)             files of a payload folder whose groups are closed, to be deleted by a client
 --   pass_rates (hash)        prompt -> passes and samples, faded
@@ -172,8 +175,26 @@ local function attribute(kind, rec, at, sign)
   of.groups = of.groups + sign
   of.tokens = of.tokens + sign * field(rec, 'tokens')
 end
+-- The time in queue of a group that was trained or filtered, in all and by name.
 local function waited(rec, by)
-  add('wait_hist', 'g:' .. math.floor(8 * math.log(1 + field(rec, 'wait') / 1000) / math.log(2)), by)
+  local bucket = math.floor(8 * math.log(1 + field(rec, 'wait') / 1000) / math.log(2))
+  add('ledger', 'wait_ms', by * field(rec, 'wait'))
+  add('ledger', 'waits', by)
+  add('wait_hist', 'g:' .. bucket, by)
+  for dimension, name in pairs({task = rec.task or '', engine = rec.engine, worker = rec.worker}) do
+    add('by_hist', 's:trained:' .. dimension .. ':0:' .. name, by * field(rec, 'wait'))
+    add('by_hist', 'w:trained:' .. dimension .. ':' .. bucket .. ':' .. name, by)
+  end
+end
+-- A group begins (1) or ends (-1) to wait, in all and by name.
+local function queued(id, rec, sign)
+  local since = sign > 0 and rec.submitted or nil
+  index('waiting', id, since)
+  add('ledger', 'ready_ms', sign * rec.submitted)
+  for dimension, name in pairs({task = rec.task or '', engine = rec.engine, worker = rec.worker}) do
+    index('waiting:' .. dimension .. ':' .. name, id, since)
+    add('by_hist', 's:waiting:' .. dimension .. ':0:' .. name, sign * rec.submitted)
+  end
 end
 
 -- A group leaves the indexes and the tally of its state.
@@ -188,8 +209,7 @@ local function leave(id, rec)
   tally(state, -1, -tokens)
   if state == 'ready' then
     index('ready', id)
-    index('waiting', id)
-    add('ledger', 'ready_ms', -rec.submitted)
+    queued(id, rec, -1)
     histogram('ready_hist', rec.oldest, -1, -tokens)
     attribute('waiting', rec, rec.oldest, -1)
   elseif state == 'leased' then
@@ -207,8 +227,7 @@ local function enter(id, rec, state)
   tally(state, 1, tokens)
   if state == 'ready' then
     index('ready', id, rec.oldest)
-    index('waiting', id, rec.submitted)
-    add('ledger', 'ready_ms', rec.submitted)
+    queued(id, rec, 1)
     histogram('ready_hist', rec.oldest, 1, tokens)
     attribute('waiting', rec, rec.oldest, 1)
   elseif state == 'leased' then

@@ -11,7 +11,7 @@ for _, gone in ipairs(redis.call('ZRANGEBYSCORE', k('workers_seen'), '-inf', now
   redis.call('HDEL', k('workers'), gone)
   redis.call('ZREM', k('workers_seen'), gone)
   for _, field in ipairs(redis.call('HKEYS', k('by_hist'))) do
-    local unit, at, name = string.match(field, '^([gt]):trained:worker:(%-?%d+):(.*)$')
+    local unit, at, name = string.match(field, '^([gtsw]):trained:worker:(%-?%d+):(.*)$')
     if name == gone then
       add('by_hist', unit .. ':trained:worker:' .. at .. ':(forgotten)', tonumber(redis.call('HGET', k('by_hist'), field)))
       redis.call('HDEL', k('by_hist'), field)

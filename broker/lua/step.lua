@@ -24,8 +24,6 @@ for i = 5, 3 + 2 * outcomes, 2 do
   local rec = group(id)
   leave(id, rec)
   rec.step, rec.wait, rec.trained_at = step, math.max(0, rec.pulled - rec.submitted), version
-  add('ledger', 'wait_ms', rec.wait)
-  add('ledger', 'waits', 1)
   waited(rec, 1)
   if policy.retention == 'prompt' then free_payload(id, rec) end
   enter(id, rec, filtered and 'filtered' or 'trained')

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from broker.types import Detail, LagCount, Snapshot
+from broker.types import LagCount, Snapshot, Waited, Waiting
 from services.monitor.figures import WORKER_SILENT_MS, distribution, finite
-from services.monitor.shapes import Answer, ByName, Lags, base, lags
+from services.monitor.shapes import Answer, Lags, base, lags
 
 SHOWN = 200
 """Events and dead letters that a full look brings."""
@@ -112,11 +112,22 @@ class EvaluationsAnswer(Answer):
 
 
 class Wait(BaseModel):
-    """Seconds, nearest rank; of what was trained, to the upper end of a bucket that is 9 % wide."""
+    """Seconds, nearest rank; all but the mean of what was trained: to the upper end of a bucket that is 9 % wide."""
 
+    min: float
+    mean: float
     p50: float
     p95: float
     max: float
+
+
+class NamedStaleness(BaseModel):
+    """What waits and what was trained of one task, engine or worker: lag of the whole group, and time in queue."""
+
+    waiting: Lags
+    trained: Lags
+    waiting_seconds: Wait | None = Field(description="Null: nothing of it waits.")
+    trained_seconds: Wait | None = Field(description="Null: nothing of it was trained.")
 
 
 def events(s: Snapshot, limit: int = SHOWN) -> EventsAnswer:
@@ -216,12 +227,22 @@ def versions(s: Snapshot) -> VersionsAnswer:
     )
 
 
-def by_name(s: Snapshot, dimension: Literal["task", "engine", "worker"]) -> dict[str, ByName]:
+def by_name(s: Snapshot, dimension: Literal["task", "engine", "worker"]) -> dict[str, NamedStaleness]:
     """Who caused which lag: name -> what waits of it and what was trained of it, by the lag of the whole group."""
     if s.detail is None:
         return {}
-    names = sorted({name for _, kind, name in s.detail.by if kind == dimension})
-    return {name: ByName(waiting=_waiting(s, dimension, name), trained=_trained(s, dimension, name)) for name in names}
+    known = [*((kind, name) for _, kind, name in s.detail.by), *s.detail.waiting_by, *s.detail.waited_by]
+    names = sorted({name for kind, name in known if kind == dimension})
+    waiting, waited = s.detail.waiting_by, s.detail.waited_by
+    return {
+        name: NamedStaleness(
+            waiting=_waiting(s, dimension, name),
+            trained=_trained(s, dimension, name),
+            waiting_seconds=waiting_seconds(waiting.get((dimension, name))),
+            trained_seconds=trained_wait_seconds(waited.get((dimension, name))),
+        )
+        for name in names
+    }
 
 
 def _waiting(s: Snapshot, dimension: str, name: str) -> Lags:
@@ -236,15 +257,18 @@ def _of(s: Snapshot, what: str, dimension: str, name: str) -> Mapping[int, LagCo
     return s.detail.by.get((what, dimension, name), {}) if s.detail else {}
 
 
-def waiting_seconds(s: Snapshot) -> Wait | None:
+def waiting_seconds(waiting: Waiting | None) -> Wait | None:
     """Time in queue of what waits now; None if nothing does."""
-    if s.detail is None or not s.groups.ready:
+    if waiting is None:
         return None
-    d = s.detail
-    return Wait(p50=d.waiting_p50_ms / 1000, p95=d.waiting_p95_ms / 1000, max=s.oldest_ready_ms / 1000)
+    of = {"min": waiting.min_ms, "mean": waiting.mean_ms, "p50": waiting.p50_ms, "p95": waiting.p95_ms}
+    return Wait(**{name: value / 1000 for name, value in {**of, "max": waiting.max_ms}.items()})
 
 
-def trained_wait_seconds(detail: Detail | None) -> Wait | None:
-    """Time in queue of all that was trained or filtered; None before the first."""
-    found = distribution(detail.trained_wait_ms) if detail is not None else None
-    return None if found is None else Wait(p50=found.p50 / 1000, p95=found.p95 / 1000, max=found.max / 1000)
+def trained_wait_seconds(waited: Waited | None) -> Wait | None:
+    """Time in queue of what was trained or filtered; None before the first."""
+    found = distribution(waited.groups) if waited is not None else None
+    if waited is None or found is None:
+        return None
+    of = {"min": found.min, "mean": waited.total_ms / found.count, "p50": found.p50, "p95": found.p95}
+    return Wait(**{name: value / 1000 for name, value in {**of, "max": found.max}.items()})

@@ -57,8 +57,20 @@ METRICS = (
     Name("oldest_waiting_seconds", "gauge", (), "Time in queue of the group that waits longest; absent if none."),
     Name("mean_waiting_seconds", "gauge", (), "Mean time in queue of what waits; absent if nothing does."),
     Name("mean_trained_wait_seconds", "gauge", (), "Mean time in queue of all that was trained."),
-    Name("waiting_seconds", "gauge", ("statistic",), "Time in queue of what waits now: p50, p95, max."),
-    Name("trained_wait_seconds", "gauge", ("statistic",), "Time in queue of all that was trained: p50, p95, max."),
+    Name("waiting_seconds", "gauge", ("statistic",), "Time in queue of what waits now: min, mean, p50, p95, max."),
+    Name("trained_wait_seconds", "gauge", ("statistic",), "Time in queue of all that was trained: the same."),
+    Name(
+        "named_waiting_seconds",
+        "gauge",
+        ("by", "name", "statistic"),
+        "Time in queue of what waits now, by task, engine and living worker.",
+    ),
+    Name(
+        "named_trained_wait_seconds",
+        "gauge",
+        ("by", "name", "statistic"),
+        "Time in queue of all that was trained, by task, engine and living worker.",
+    ),
     Name("payload_bytes", "gauge", (), "Bytes of the payloads in Redis."),
     Name("dead_letters", "gauge", (), "Prompts that were given up."),
     Name("engine_version", "gauge", ("engine",), "Confirmed version of an engine, -1: none."),
@@ -153,8 +165,9 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
         "oldest_waiting_seconds": _one(s.oldest_ready_ms / 1000) if s.groups.ready else [],
         "mean_waiting_seconds": _one(s.mean_ready_ms / 1000) if s.groups.ready else [],
         "mean_trained_wait_seconds": _one(s.mean_trained_wait_ms / 1000) if anything else [],
-        "waiting_seconds": _wait(detail.waiting_seconds(s)),
-        "trained_wait_seconds": _wait(detail.trained_wait_seconds(s.detail)),
+        "waiting_seconds": _wait(detail.waiting_seconds(s.detail.waiting if s.detail else None)),
+        "trained_wait_seconds": _wait(detail.trained_wait_seconds(s.detail.waited if s.detail else None)),
+        **_named_waits(s),
         "payload_bytes": _one(s.payload_bytes),
         "dead_letters": _one(s.dead_letters),
         "engine_version": [((e.engine_id,), float(e.version)) for e in s.engines],
@@ -217,7 +230,26 @@ def _by_lag(counts: Mapping[int, LagCount], unit: str) -> list[tuple[tuple[str, 
 
 
 def _wait(wait: detail.Wait | None) -> list[tuple[tuple[str, ...], float]]:
-    return [] if wait is None else [(("p50",), wait.p50), (("p95",), wait.p95), (("max",), wait.max)]
+    return [] if wait is None else [((name,), float(getattr(wait, name))) for name in STATISTICS]
+
+
+def _named_waits(s: Snapshot) -> dict[str, list[tuple[tuple[str, ...], float]]]:
+    """Bounded: tasks, engines of the run, and workers that live (their names change with every start)."""
+    waiting, waited = (s.detail.waiting_by, s.detail.waited_by) if s.detail else ({}, {})
+    living = {("worker", one.worker) for one in detail.workers(s).workers if one.alive}
+    named = sorted(who for who in {*waiting, *waited} if who[0] != "worker" or who in living)
+    return {
+        "named_waiting_seconds": [
+            ((*who, *labels), value)
+            for who in named
+            for labels, value in _wait(detail.waiting_seconds(waiting.get(who)))
+        ],
+        "named_trained_wait_seconds": [
+            ((*who, *labels), value)
+            for who in named
+            for labels, value in _wait(detail.trained_wait_seconds(waited.get(who)))
+        ],
+    }
 
 
 def _statistics(d: Distribution | None) -> list[tuple[tuple[str, ...], float]]:

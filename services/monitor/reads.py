@@ -42,7 +42,7 @@ async def light_look(request: Request) -> Look:
 
 
 async def full_look(request: Request) -> Look:
-    """A look with all events and dead letters, and who caused which lag."""
+    """A look with all events and dead letters, and who caused which lag and which wait."""
     return await look(request, full=True)
 
 
@@ -136,7 +136,7 @@ def reads(may_read: Sequence[Any]) -> APIRouter:
         return detail.versions(seen.snapshot)
 
     @made.get("/metrics", response_class=Response, responses=answers, dependencies=may_read)
-    async def metrics(seen: Seen) -> Response:
+    async def metrics(seen: SeenInFull) -> Response:
         """For Prometheus (docs/metrics.md)."""
         verdict = diagnose(seen.snapshot, seen.before, seen.records[: views.RECENT_STEPS])
         return Response(render(seen.snapshot, verdict), media_type="text/plain; version=0.0.4; charset=utf-8")

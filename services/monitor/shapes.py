@@ -35,13 +35,6 @@ class Lags(BaseModel):
     tokens: Distribution | None
 
 
-class ByName(BaseModel):
-    """What waits and what was trained of one task, engine or worker, by the lag of the whole group."""
-
-    waiting: Lags
-    trained: Lags
-
-
 def base(s: Snapshot) -> dict[str, Any]:
     """The head of an answer."""
     return {"run": s.run, "time_ms": s.time_ms, "version": s.version}

@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 
 from broker.types import EngineRecord, LagCount, Snapshot, Tally
 from services.monitor import detail
-from services.monitor.detail import EvaluationAnswer, EventAnswer, Wait, flat
+from services.monitor.detail import EvaluationAnswer, EventAnswer, NamedStaleness, Wait, flat
 from services.monitor.diagnosis import Diagnosis, Records, diagnose
 from services.monitor.figures import capacity, finite, in_flight, number, wait_share
-from services.monitor.shapes import Answer, ByName, Lags, base, lags
+from services.monitor.shapes import Answer, Lags, base, lags
 
 
 class TallyAnswer(BaseModel):
@@ -40,8 +40,8 @@ class TimeInQueue(BaseModel):
     oldest_seconds: float | None
     mean_seconds: float | None
     trained_mean_seconds: float | None
-    waiting: Wait | None = Field(description="Percentiles of what waits now; null: nothing does.")
-    trained: Wait | None = Field(description="Percentiles of all that was trained; null: nothing was.")
+    waiting: Wait | None = Field(description="Of what waits now; null: nothing does.")
+    trained: Wait | None = Field(description="Of all that was trained; null: nothing was.")
 
 
 class QueueAnswer(Answer):
@@ -78,9 +78,11 @@ class StalenessAnswer(QueueAnswer):
     waiting: Lags
     trained: Lags
     publish_lag: list[PublishLag]
-    by_task: dict[str, ByName] = Field(description="Who caused which lag: by task, engine and worker.")
-    by_engine: dict[str, ByName]
-    by_worker: dict[str, ByName]
+    by_task: dict[str, NamedStaleness] = Field(
+        description="Who caused which lag and which wait: by task, engine and worker."
+    )
+    by_engine: dict[str, NamedStaleness]
+    by_worker: dict[str, NamedStaleness]
 
 
 class RunAnswer(Answer):
@@ -190,8 +192,8 @@ def _queue(s: Snapshot) -> dict[str, Any]:
             oldest_seconds=s.oldest_ready_ms / 1000 if waits else None,
             mean_seconds=s.mean_ready_ms / 1000 if waits else None,
             trained_mean_seconds=s.mean_trained_wait_ms / 1000 if trained else None,
-            waiting=detail.waiting_seconds(s),
-            trained=detail.trained_wait_seconds(s.detail),
+            waiting=detail.waiting_seconds(s.detail.waiting if s.detail else None),
+            trained=detail.trained_wait_seconds(s.detail.waited if s.detail else None),
         ),
     }
 

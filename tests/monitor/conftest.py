@@ -39,9 +39,9 @@ class Run:
     version: int
     name: str = "test"
 
-    def sample(self, tokens: int = 3) -> Ticket:
+    def sample(self, tokens: int = 3, worker: str = "worker-0") -> Ticket:
         """Admit and submit one group, all of whose tokens are of the engine's version."""
-        ticket = self.broker.admit("worker-0", "engine-0")
+        ticket = self.broker.admit(worker, "engine-0")
         assert isinstance(ticket, Ticket), ticket
         trajectory = Trajectory(
             np.arange(2, dtype=np.int32),
@@ -52,7 +52,7 @@ class Run:
             1.0,
             "stop",
         )
-        names = {"run": self.name, "task": "max-digit", "worker": "worker-0", "engine": "engine-0"}
+        names = {"run": self.name, "task": "max-digit", "worker": worker, "engine": "engine-0"}
         group = Group(
             group_id=ticket.group_id,
             prompt_index=ticket.prompt_index,
