@@ -1,8 +1,9 @@
 """Weights by broadcast, in buckets, through SGLang's update_weights_from_distributed.
 
 Invariant: each engine has a process group of its own with a sender of its own (sender.py): what becomes of one is
-nothing to the others, and the trainer is in none. The group is made while the engine serves. It is used again as long
-as every broadcast succeeds; after any failure it is given up together with its sender, and the engine loads the
+nothing to the others, and the trainer is in none. The group is made while the engine serves, and so are the first
+buffers of a version (up to AHEAD_BYTES): in the pause they are only sent. The group is used again as long as every
+broadcast succeeds; after any failure it is given up together with its sender, and the engine loads the
 published files once. SGLang's update session is always closed again: a session that stayed open refuses the next one.
 
 The sender is a process and not a part of the trainer, which would then have to wait for engines, and not a part of this
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,6 +34,7 @@ WORDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16
 WORDS |= {"U8": "uint8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 SENDER = Path(__file__).with_name("sender.py")
 MAX_LINE_BYTES = 1 << 20
+AHEAD_BYTES = 4 << 30  # the sender's memory for buffers that wait; the rest is read while the engine loads those
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,9 @@ class Link:
     made_for: tuple[str, int]
     making: asyncio.Task[None] | None = None
     sender: Sender | None = None
+    preparing: asyncio.Task[None] | None = None
+    prepared: int = -1  # the version that `preparing` is, or was, of
+    parts: Sequence[Sequence[Listed]] = ()  # its buckets
 
 
 class Distributed:
@@ -136,7 +142,7 @@ class Distributed:
         self._ending: set[asyncio.Task[None]] = set()
 
     def ready(self, engine: EngineRecord, client: EngineClient, staged: Staged, waited_s: float) -> bool:
-        """Whether there is a group with the engine's present process, or none could be made."""
+        """Whether there is a group with the engine's present process and buffers to send it, or none could be made."""
         link = self.links.get(engine.engine_id)
         if link is None or link.made_for != (engine.url, engine.pid):
             if link is not None:
@@ -146,7 +152,19 @@ class Distributed:
             link = Link((engine.url, engine.pid))
             link.making = asyncio.create_task(self._make(link, group_of(engine), client), name=group_of(engine))
             self.links[engine.engine_id] = link
-        return link.making is None or link.making.done()
+        if link.making is not None and not link.making.done():
+            return False
+        if link.sender is None:
+            return True
+        if link.preparing is not None and not link.preparing.done():
+            return False
+        if link.prepared != staged.version:
+            link.prepared = staged.version
+            link.preparing = asyncio.create_task(
+                self._prepare(link, link.sender, staged), name=f"prepare {staged.version}"
+            )
+            return False
+        return True
 
     async def load(
         self, engine: EngineRecord, client: EngineClient, staged: Staged, name: str, *, drain: bool
@@ -159,7 +177,7 @@ class Distributed:
             return await client.load(staged.folder, name, drain=drain)
         outcome: Done[None] | Lost = Lost("given up")
         try:
-            outcome = await self._broadcast(link.sender, group_of(engine), client, staged, name)
+            outcome = await self._broadcast(link, link.sender, group_of(engine), client, staged, name)
         finally:
             if isinstance(outcome, Lost):
                 await self._end(link)
@@ -188,8 +206,20 @@ class Distributed:
         finally:
             self._wake()
 
+    async def _prepare(self, link: Link, sender: Sender, staged: Staged) -> None:
+        """Have the first buffers of a version made. What cannot be read will fail in the load as well."""
+        link.parts = ()
+        try:
+            link.parts = await asyncio.to_thread(buckets, staged.folder, self._reach.bucket_bytes)
+            await sender.ask({"prepare": [_named(part) for part in within(link.parts, AHEAD_BYTES)]})
+        except (SenderFailed, OSError, ValueError) as error:
+            log.warning("a broadcast cannot be prepared", version=staged.version, problem=str(error))
+            await self._end(link)
+        finally:
+            self._wake()
+
     async def _broadcast(
-        self, sender: Sender, group: str, client: EngineClient, staged: Staged, name: str
+        self, link: Link, sender: Sender, group: str, client: EngineClient, staged: Staged, name: str
     ) -> Done[None] | Lost:
         begun = await client.begin_update()
         if isinstance(begun, Lost):  # perhaps a process before this one left a session open
@@ -198,7 +228,8 @@ class Distributed:
         outcome: Done[None] | Lost = begun
         try:
             if isinstance(begun, Done):
-                parts = await asyncio.to_thread(buckets, staged.folder, self._reach.bucket_bytes)
+                parts = link.parts if link.prepared == staged.version else ()
+                parts = parts or await asyncio.to_thread(buckets, staged.folder, self._reach.bucket_bytes)
                 outcome = await _both(_send_all(sender, parts), _receive_all(client, group, parts, name))
         except (SenderFailed, OSError, ValueError) as error:
             outcome = Lost(str(error))
@@ -207,9 +238,10 @@ class Distributed:
         return ended if isinstance(outcome, Done) else outcome
 
     async def _end(self, link: Link) -> None:
-        if link.making is not None and link.making is not asyncio.current_task():
-            link.making.cancel()
-            await asyncio.gather(link.making, return_exceptions=True)
+        for task in (link.making, link.preparing):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         sender, link.sender = link.sender, None
         if sender is not None:
             await sender.end()
@@ -218,7 +250,17 @@ class Distributed:
 async def _send_all(sender: Sender, parts: Sequence[Sequence[Listed]]) -> None:
     """Runs ahead of the engine, so that the next bucket is ready while the engine loads one."""
     for part in parts:
-        await sender.ask({"send": [[t.path, t.name] for t in part]})
+        await sender.ask({"send": _named(part)})
+
+
+def _named(part: Sequence[Listed]) -> list[list[str]]:
+    return [[t.path, t.name] for t in part]
+
+
+def within(parts: Sequence[Sequence[Listed]], limit_bytes: int) -> list[Sequence[Listed]]:
+    """The first buckets, as many as are together at most limit_bytes."""
+    ends = itertools.accumulate(sum(t.bytes for t in part) for part in parts)
+    return [part for part, end in zip(parts, ends, strict=True) if end <= limit_bytes]
 
 
 async def _receive_all(

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 
 MAX_ANSWER_BYTES = 32 << 20
+ABORTED_S = 0.9  # until aborted requests have left; longer would cost more than it saves
 T = TypeVar("T")
 
 
@@ -113,13 +114,19 @@ class EngineClient:
                 return Done(running.value == 0)
             await asyncio.sleep(self._timeouts.poll)
 
-    async def pause(self, *, drain: bool = False) -> Done[None] | Lost:
-        """Abort what runs (its partial answers go back to the workers) and hold new requests back.
+    async def quiet(self, *, drain: bool) -> None:
+        """Have nothing run, if that can be had: so a pause need not wait, for which SGLang looks once a second.
 
-        drain: first let running requests end, for the drain time at most.
+        drain: let running requests end, for the drain time at most; what still runs is aborted and goes back to the
+        workers.
         """
-        if drain:
-            await self.drain(self._timeouts.drain)
+        done = await self.drain(self._timeouts.drain if drain else 0.0)
+        if done == Done(False):
+            await self.abort()
+            await self.drain(ABORTED_S)
+
+    async def pause(self) -> Done[None] | Lost:
+        """Abort what runs (its partial answers go back to the workers) and hold new requests back."""
         return _acknowledged(await self._json("POST", "/pause_generation", self._timeouts.pause, {"mode": "abort"}))
 
     async def resume(self, tries: int = 3) -> Done[None] | Lost:

@@ -1,7 +1,8 @@
 """One engine as weight-sync drives it: carries out the life cycle's commands and shows each state before it acts on it.
 
-Invariant: no Pause, Load or Verify is sent while the registry shows another state than the one that the command
-belongs to; so an engine whose weights are being changed is never routable, whatever this process or Redis does next.
+Invariant: no Pause, Load or Verify is sent before the registry shows that the engine is out, and under what version it
+was last confirmed; so an engine whose weights are being changed is never routable, whatever this process or Redis does
+next. Between a pause and its continue nothing is written: what happens there is shown when the engine answers again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from services.weight_sync.transports import Transport
 
 log = structlog.get_logger()
 SHUTDOWN_CONTINUE_S = 3.0
+# What the registry shows of an engine that is paused for a load; a process that finds one continues it and loads again.
+PAUSED_STATES = (EngineState.PAUSING, EngineState.LOADING)
 
 
 class Fleet(Protocol):
@@ -146,7 +149,7 @@ class Member:
             )
             if not _allowed(fleet, command):
                 return life, None  # the next look finds out who leads; a process that takes over starts from the record
-            if wanted == self.shown:
+            if wanted == self.shown or (_while_paused(command) and self.shown.state in PAUSED_STATES):
                 return life, command
             try:
                 written = await asyncio.to_thread(fleet.registry.update_engine, wanted, self.shown.state)
@@ -166,8 +169,9 @@ class Member:
         if isinstance(command, lc.Probe):
             return self._probed(await self.client.probe())
         if isinstance(command, lc.Pause):
+            await self.client.quiet(drain=command.drain)
             self.paused_at = fleet.clock()
-            return _event(await self.client.pause(drain=command.drain))
+            return _event(await self.client.pause())
         if isinstance(command, lc.Continue):
             return self._resumed(fleet, await self.client.resume())
         if isinstance(command, lc.Load):
@@ -233,6 +237,10 @@ class Member:
             return lc.Failed(f"the weights are still those of version {same[0]}")
         fleet.confirmed(version, total, staged)
         return lc.Succeeded(total)
+
+
+def _while_paused(command: lc.Command | None) -> bool:
+    return isinstance(command, lc.Continue) or (isinstance(command, lc.Load) and not command.drain)
 
 
 def _allowed(fleet: Fleet, command: lc.Command | None) -> bool:

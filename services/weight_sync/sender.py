@@ -8,6 +8,8 @@ Orders and answers are JSON lines; an answer with "error" means that nothing is 
     {"listen": "127.0.0.1", "seconds": 120}                  -> {"port": 40123}
     {"join": {"group": "g", "world": 2, "backend": "gloo"}}  -> {}                once every rank is there
     {"send": [["model.safetensors", "lm_head.weight"], ...]} -> {"bytes": 1234}   as one flat buffer, in this order
+    {"prepare": [[["model.safetensors", "lm_head.weight"], ...], ...]} -> {"bytes": 1234}   buffers that will be sent,
+        made now, while the engine still serves; whatever was prepared before is dropped
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Group:
         self._limit = timedelta(seconds=seconds)
         self._store = dist.TCPStore(address, 0, None, True, self._limit, wait_for_workers=False)
         self._group: Any = None
+        self._prepared: dict[str, torch.Tensor] = {}
         self.device = "cpu"
 
     @property
@@ -51,13 +54,24 @@ class Group:
         )
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
 
+    def prepare(self, parts: list[list[tuple[str, str]]]) -> int:
+        """Make the buffers of later `send`s; their size in bytes."""
+        self._prepared.clear()
+        self._prepared = {json.dumps(tensors): _flat(tensors).to(self.device) for tensors in parts}
+        return sum(flat.numel() for flat in self._prepared.values())
+
     def send(self, tensors: list[tuple[str, str]]) -> int:
         """Broadcast tensors, each named by its file and its name in it, as one flat buffer; its size in bytes."""
-        flat = torch.cat(list(_bytes_of(tensors))).to(self.device)
+        prepared = self._prepared.pop(json.dumps(tensors), None)
+        flat = _flat(tensors).to(self.device) if prepared is None else prepared
         dist.broadcast(flat, src=0, group=self._group)
         if self.device == "cuda":
             torch.cuda.synchronize()
         return flat.numel()
+
+
+def _flat(tensors: list[tuple[str, str]]) -> torch.Tensor:
+    return torch.cat(list(_bytes_of(tensors)))
 
 
 def _bytes_of(tensors: list[tuple[str, str]]) -> Iterator[torch.Tensor]:
@@ -83,6 +97,8 @@ def serve(orders: TextIO, answers: TextIO) -> None:
                 answer["error"] = "not listening"
             elif "join" in order:
                 group.join(**order["join"])
+            elif "prepare" in order:
+                answer["bytes"] = group.prepare(order["prepare"])
             else:
                 answer["bytes"] = group.send(order["send"])
         except Exception as error:  # whatever it is, the other end has to know

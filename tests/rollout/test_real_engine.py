@@ -7,6 +7,8 @@ import os
 import signal
 import stat
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,16 @@ import pytest
 
 from broker.types import EngineState, VersionRun
 from configs.schema import TinyModel
-from rollout.client import InvalidAnswer, KeyRefused, RequestRefused, Sample, Sampling, UnconfirmedVersion
+from rollout.client import (
+    EngineClient,
+    EngineError,
+    EngineTimeout,
+    KeyRefused,
+    RequestRefused,
+    Sample,
+    Sampling,
+    UnconfirmedVersion,
+)
 from rollout.command import UNCONFIRMED_VERSION
 from rollout.continuation import join, next_request
 from services.local.tiny_model import write_tiny_model
@@ -25,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 PROMPT = (6, 10, 4, 16)
 
 
-def usable(answers: list[Sample | InvalidAnswer]) -> list[Sample]:
+def usable(answers: Sequence[Sample | EngineError]) -> list[Sample]:
     for answer in answers:
         assert isinstance(answer, Sample), answer
     return [answer for answer in answers if isinstance(answer, Sample)]
@@ -66,6 +77,31 @@ async def test_log_probs_are_of_the_scaled_distribution_and_routes_of_the_model(
         for layer, logits in enumerate(out.router_logits):
             chosen = logits.view(ids.shape[1], -1)[:-1].topk(2, -1).indices.numpy()
             np.testing.assert_array_equal(sample.routes[:, layer], chosen)
+
+
+async def test_a_stream_is_a_whole_answer_and_what_arrived_of_a_broken_one_is_sound(real_engine: RealEngine) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    real_engine.load(real_engine.folder, 0)
+    dense, sampling = real_engine.checkpoint.without_routes(), Sampling(1.0, 480, ignore_end=True)
+    async with EngineClient(real_engine.url, dense, api_key=real_engine.key, timeout_s=60) as client:
+        whole, broke = await client.stream(PROMPT, 3, replace(sampling, max_new_tokens=40), every=8, stall_s=30)
+        assert broke is None
+    async with EngineClient(real_engine.url, dense, api_key=real_engine.key, timeout_s=1.0) as client:
+        broken, broke = await client.stream(PROMPT, 3, sampling, every=8, stall_s=30)
+        assert isinstance(broke, EngineTimeout)
+    model = transformers.AutoModelForCausalLM.from_pretrained(real_engine.folder, dtype=torch.float32).eval()
+    assert [s.finish for s in usable(whole)] == ["length"] * 3
+    assert [s.finish for s in usable(broken)] == ["abort"] * 3
+    for sample in usable([*whole, *broken]):
+        n = len(sample.token_ids)
+        assert 0 < n < 480
+        assert sample.versions == (VersionRun(0, n, 0),)
+        ids = torch.tensor([[*PROMPT, *sample.token_ids.tolist()]])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(ids).logits[0, len(PROMPT) - 1 : -1], -1)
+        expected = log_probs[torch.arange(n), ids[0, len(PROMPT) :]].numpy()
+        np.testing.assert_allclose(sample.log_probs, expected, atol=1e-5)
 
 
 async def test_an_aborted_sample_goes_on_under_other_weights_with_the_routes_of_each(

@@ -50,6 +50,9 @@ async def test_every_tensor_arrives_bit_for_bit_in_its_bucket(tmp_path: Path) ->
         port = (await sender.ask({"listen": "127.0.0.1", "seconds": 60}))["port"]
         receiving = asyncio.create_task(asyncio.to_thread(receive, port, [sum(t.bytes for t in p) for p in parts]))
         await sender.ask({"join": {"group": "g", "world": 2, "backend": "gloo"}})
+        prepared = [[[t.path, t.name] for t in part] for part in parts[:2]]
+        answer = await sender.ask({"prepare": prepared})
+        assert answer["bytes"] == sum(t.bytes for part in parts[:2] for t in part)
         for part in parts:
             answer = await sender.ask({"send": [[t.path, t.name] for t in part]})
             assert answer["bytes"] == sum(t.bytes for t in part)

@@ -16,7 +16,7 @@ import pytest
 
 from broker.types import EngineState
 from rollout.local_copy import Keeper
-from services.weight_sync.distributed import Distributed, Reach, buckets
+from services.weight_sync.distributed import Distributed, Reach, buckets, within
 from services.weight_sync.main import transport_of
 from services.weight_sync.reconciler import Reconciler
 from services.weight_sync.transports import Delta, Disk, Transport
@@ -25,8 +25,8 @@ from tests.weight_sync.live import FAST, PATIENT, World, config, syncing, until,
 FAKE_SENDER = Path(__file__).parents[1] / "fakes" / "sender.py"
 
 
-def reach(how: str = "", bucket_bytes: int = 1024) -> Reach:
-    environment = {"PATH": os.environ["PATH"], "FAKE_SENDER": how}
+def reach(how: str = "", bucket_bytes: int = 1024, **environment: str) -> Reach:
+    environment |= {"PATH": os.environ["PATH"], "FAKE_SENDER": how}
     return Reach(Path(sys.executable), "127.0.0.1", 1, "gloo", bucket_bytes, 5.0, environment, FAKE_SENDER)
 
 
@@ -69,7 +69,36 @@ async def test_a_broadcast_is_paused_for_verified_and_flushed_once(w: World) -> 
     assert engine.received_while_unpaused == 0
 
 
-@pytest.mark.parametrize("how", ["broken", "deaf"])
+async def test_buffers_are_made_before_the_engine_is_paused_once_for_each_version(w: World, tmp_path: Path) -> None:
+    engine, orders = w.add_engine("e0"), tmp_path / "orders"
+    made = reach(FAKE_SENDER_LOG=str(orders))
+    paused_at_prepare: list[int] = []
+
+    class Watched(Distributed):
+        async def _prepare(self, *arguments: Any) -> None:
+            paused_at_prepare.append(engine.pauses)
+            await super()._prepare(*arguments)
+
+    async with syncing(w, transport=lambda wake: Watched(made, wake)):
+        for _ in range(3):
+            record = w.publish()
+            await until(partial(w.serves, "e0", record.version))
+    words = orders.read_text().split()
+    assert words[:2] == ["listen", "join"]
+    per_version = ["prepare"] + ["send"] * (words.count("send") // 3)
+    assert words[2:] == per_version * 3
+    assert paused_at_prepare == [0, 1, 2]
+
+
+def test_as_many_buffers_wait_as_memory_allows(tmp_path: Path) -> None:
+    parts = buckets(Path(write_version(tmp_path, 1).path), 600)
+    size = sum(t.bytes for part in parts for t in part)
+    assert within(parts, size) == parts
+    assert 0 < len(within(parts, size // 2)) < len(parts)
+    assert within(parts, 0) == []
+
+
+@pytest.mark.parametrize("how", ["broken", "deaf", "blind"])
 async def test_without_a_sender_the_published_files_are_loaded(w: World, how: str) -> None:
     engine = w.add_engine("e0")
     async with broadcasting(w, how) as reconciler:

@@ -1,4 +1,4 @@
-"""Two real SGLang engines: one serves while the other is updated, also when that one is killed in the middle of it."""
+"""Two real SGLang engines: one serves, or goes on, while the other is updated or killed in the middle of its work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from structlog import get_logger
 
-from broker.types import EngineState
+from broker.types import EngineState, VersionRun
 from rollout.checkpoint import read_checkpoint
+from rollout.client import EngineClient, Sample, Sampling
+from rollout.counters import Counters
+from rollout.engines import EnginePool
+from rollout.sampling import Draw, draw_group
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
@@ -28,13 +33,15 @@ from tests.weight_sync.test_real_engine import Publisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(1200)]
 NAMES = ("engine-0", "engine-1")
+PROMPT, LONG, PART = (6, 10, 4, 16), 480, 32
 
 
-@pytest.fixture
-def pair(tmp_path: Path, engine_redis: str) -> Iterator[RealEngine]:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, engine_redis: str) -> Iterator[RealEngine]:
     """Two engines of one run, given by the first."""
-    settings, broker, first = launch_engine(tmp_path / "pair", engine_redis)
-    second, folder = supervise(settings, 1), tmp_path / "pair" / "model"
+    directory = tmp_path_factory.mktemp("two") / "pair"
+    settings, broker, first = launch_engine(directory, engine_redis)
+    second, folder = supervise(settings, 1), directory / "model"
     try:
         wait_until(lambda: len(broker.engines()) == 2, START_S, "both engines")
         url = broker.engines()[0].url
@@ -144,3 +151,70 @@ async def test_one_serves_while_the_other_is_updated_killed_and_started_again(pa
     )
     assert client.nowhere == 0
     assert {v for v in client.versions if v.isdigit()} <= {str(v) for v in range(last.version + 1)}
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["streamed", "in pieces with routes"])
+async def test_a_generation_whose_engine_is_killed_goes_on_on_the_other_with_what_had_arrived(
+    pair: RealEngine, tmp_path: Path, routed: bool
+) -> None:
+    broker, publisher = pair.broker, Publisher(pair, tmp_path / "weights")
+    checkpoint = pair.checkpoint if routed else pair.checkpoint.without_routes()
+    connect = partial(EngineClient, checkpoint=checkpoint, api_key=pair.key, timeout_s=120)
+    pool = EnginePool(broker, connect, 10.0)
+
+    def serve(version: int) -> bool:
+        records = {r.engine_id: r for r in broker.engines()}
+        return all(n in records and records[n].routable and records[n].version == version for n in NAMES)
+
+    async with syncing(pair):
+        record = await publisher.publish()
+        await until(lambda: serve(record.version), START_S)
+        draw = Draw(PROMPT, Sampling(1.0, LONG, ignore_end=True), 4, record.version, Counters(), part_tokens=PART)
+        drawing = asyncio.create_task(draw_group(draw, 4, pool, "engine-0", 60.0))
+        victim = next(r for r in broker.engines() if r.engine_id == "engine-0")
+        async with connect(victim.url) as client:
+            while not await client.running():  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(1.5)  # some parts
+        async with httpx.AsyncClient(trust_env=False, headers=pair.headers, timeout=10) as http:
+            loads = (await http.get(victim.url + "/v1/loads")).json()["loads"]
+        os.killpg(victim.pid, signal.SIGKILL)
+        killed, totals = time.monotonic(), draw.counters.totals
+        await until(lambda: {"streams_broken", "generation_retries"} & totals().keys(), 30)
+        kept = sum(len(slot.partial.token_ids) for slot in draw.slots if slot.partial is not None)
+        await asyncio.wait_for(drawing, 120)
+        done = time.monotonic() - killed
+        await until(lambda: serve(record.version), START_S)
+    await pool.close()
+    get_logger().info(
+        "killed in a generation",
+        routed=routed,
+        seconds_to_the_end=round(done, 1),
+        seconds_to_routable=round(time.monotonic() - killed, 1),
+        tokens_in_its_cache=sum(load["num_used_tokens"] for load in loads),
+        tokens_that_went_on=kept,
+        counted=totals(),
+    )
+    assert kept > 0
+    assert draw.tokens_lost == 0
+    check(draw.samples, Path(record.path), record.version, routed)
+
+
+def check(samples: list[Sample], weights: Path, version: int, routed: bool) -> None:
+    """Log-probs and routes are those of a forward pass of the version's weights over the whole sample."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+    assert len(samples) == 4
+    for sample in samples:
+        assert sample.versions == (VersionRun(0, LONG, version),)
+        ids = torch.tensor([[*PROMPT, *sample.token_ids.tolist()]])
+        with torch.no_grad():
+            out = model(ids, output_router_logits=True)
+        log_probs = torch.log_softmax(out.logits[0, len(PROMPT) - 1 : -1], -1)
+        expected = log_probs[torch.arange(LONG), ids[0, len(PROMPT) :]].numpy()
+        np.testing.assert_allclose(sample.log_probs, expected, atol=2e-5)
+        assert (sample.routes is not None) == routed
+        for layer, logits in enumerate(out.router_logits if sample.routes is not None else ()):
+            chosen = logits.view(ids.shape[1], -1)[:-1].topk(2, -1).indices.numpy()
+            assert sample.routes is not None
+            np.testing.assert_array_equal(sample.routes[:, layer], chosen)

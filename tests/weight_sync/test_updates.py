@@ -56,6 +56,40 @@ async def test_a_published_version_reaches_the_engine_verified_with_the_cache_fl
     assert engine.pauses == 0
 
 
+async def test_a_paused_engine_waits_for_its_load_alone_and_for_no_write_and_no_request_that_ran(w: World) -> None:
+    engine, written = w.add_engine("e0", token_seconds=0.002), []
+    update = w.broker.update_engine
+
+    def watched(record: EngineRecord, expected: EngineState | None = None) -> bool:
+        written.append((record.state, engine.paused))
+        return update(record, expected)
+
+    object.__setattr__(w.broker, "update_engine", watched)
+    running_at_pause: list[int] = []
+    pause = engine.pause
+
+    async def paused(mode: str) -> None:
+        running_at_pause.append(len(engine.running))
+        await pause(mode)
+
+    object.__setattr__(engine, "pause", paused)
+    async with syncing(w, drain=False), httpx.AsyncClient(trust_env=False) as http:
+        first = w.publish()
+        await until(lambda: w.serves("e0", first.version))
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        engine.answer = lambda _prompt, _random: [7] * 400
+        asked = asyncio.create_task(http.post(w.record("e0").url + "/generate", json=body, timeout=60))
+        await until(lambda: engine.running)
+        second = w.publish()
+        await until(lambda: w.serves("e0", second.version))
+        answer = (await asked).json()
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert running_at_pause[-1] == 0
+    assert engine.pauses >= 1
+    assert all(mode is None for _state, mode in written), written
+    assert EngineState.PAUSING in {state for state, _mode in written}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONTROL)
 async def test_whatever_fails_no_wrong_version_is_routable_and_everything_recovers(w: World, path: str) -> None:
