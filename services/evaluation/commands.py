@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from configs import ConfigError
 from services.options import ConfigOption, pairs
 
 
@@ -42,6 +43,11 @@ def evaluate(
     from rollout.evaluation.engine import EngineFailed
 
     configure_logs("", "eval")
+    if output is not None:  # before minutes of work whose result would be lost
+        try:
+            output.open("a", encoding="utf-8").close()
+        except OSError as error:
+            raise ConfigError(f"--output {output} cannot be written ({error.strerror}). Name another file.") from error
     config = alone_config(checkpoint, task, pairs(parameters, "--parameter"), pairs(settings, "--set"))
     try:
         record = asyncio.run(evaluate_alone(config, prompts=prompts, samples=samples))

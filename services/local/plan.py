@@ -91,7 +91,14 @@ def prepare(plan: Plan) -> None:
             write_tiny_model(plan.tiny, plan.config.run.seed, plan.config.model.path)
         save_config(plan.config, plan.file)
     except OSError as error:
-        raise CannotStart(f"{plan.folder}: cannot be written ({error.strerror}). Set run.directory.") from error
+        raise unwritable(plan.folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> CannotStart:
+    """What is said of a folder that is read-only, full or another user's."""
+    return CannotStart(
+        f"{folder}: cannot be written ({error.strerror}). Make it writable, or set run.directory to another place."
+    )
 
 
 @contextmanager
@@ -101,7 +108,7 @@ def only_one(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")
     except OSError as error:
-        raise CannotStart(f"{folder}: cannot be written ({error.strerror}). Set run.directory.") from error
+        raise unwritable(folder, error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,9 +118,12 @@ def only_one(folder: Path) -> Iterator[None]:
             raise CannotStart(
                 f"{folder}: another `lagrange up` runs here (process {holder}). Stop it first."
             ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        try:
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        except OSError as error:
+            raise unwritable(folder, error) from error
         yield
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from broker.types import Snapshot
-from configs import RunConfig
+from configs import ConfigError, RunConfig
 from services.local import report_people
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, share_bar, short
 from services.local.live import duration
@@ -29,13 +29,16 @@ STYLE = Path(__file__).with_name("report.css")
 
 
 def write_report(folder: Path, config: RunConfig, snapshot: Snapshot) -> Path:
-    """Save the snapshot as ledger.json and draw report.html; returns the page's path."""
+    """Save the snapshot as ledger.json and draw report.html; returns the page's path. Raises ConfigError."""
     _write(folder / "ledger.json", json.dumps(asdict(snapshot), indent=1))
     return draw_report(folder, config)
 
 
 def draw_report(folder: Path, config: RunConfig) -> Path:
-    """Draw report.html from the files of a run; the ledger is left out while ledger.json does not exist."""
+    """Draw report.html from the files of a run; the ledger is left out while ledger.json does not exist.
+
+    Raises ConfigError if a file cannot be read or written.
+    """
     _write(folder / "report.html", page(config, read_metrics(folder / "metrics.jsonl"), read_ledger(folder)))
     return folder / "report.html"
 
@@ -318,5 +321,10 @@ def _closes(ledger: dict[str, Any]) -> bool | None:
 
 def _write(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}). Mend that, then draw it by: lagrange report {path.parent}"
+        ) from error

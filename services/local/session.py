@@ -20,6 +20,7 @@ from rich.live import Live
 from broker.errors import BrokerError, BrokerUnavailable
 from broker.queue import Broker
 from broker.types import Snapshot
+from configs import ConfigError
 from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import CannotStart, Role, embeds_redis, roles
 from services.local.live import LiveView, ProcessFacts, plain_line, screen, view_of
@@ -123,14 +124,15 @@ class Session:
             self._roles = {"redis": Role("redis", ()), **self._roles}
             self._start("redis")
         broker = self._broker = self._connect()
-        broker.initialise(config)
-        if self._plan.resumed:
-            broker.set_status("starting")  # it may say finished or stopped, which would end the workers
-        if self._plan.new_bound:
-            broker.set_max_lag(config.lag.max)
-        for name in self._roles:
-            if name != "redis":
-                self._start(name)
+        if broker is not None:
+            broker.initialise(config)
+            if self._plan.resumed:
+                broker.set_status("starting")  # it may say finished or stopped, which would end the workers
+            if self._plan.new_bound:
+                broker.set_max_lag(config.lag.max)
+            for name in self._roles:
+                if name != "redis":
+                    self._start(name)
         end = self._watch()
         self._finish(end)
         return end.code
@@ -154,11 +156,11 @@ class Session:
             password=read_secret(REDIS_PASSWORD),
         )
 
-    def _connect(self) -> Broker:
-        """Connect to Redis, waiting for an embedded one to listen. Raises CannotStart."""
+    def _connect(self) -> Broker | None:
+        """Connect to Redis, waiting for an embedded one to listen; None: we are asked to stop. Raises CannotStart."""
         config = self._plan.config
         deadline = time.monotonic() + self._settings.redis_start_s
-        while True:
+        while not self._asked:
             try:
                 return Broker.of_run(config, read_secret(REDIS_PASSWORD))
             except BrokerUnavailable as error:
@@ -170,6 +172,7 @@ class Session:
                 if redis is None or time.monotonic() > deadline:
                     raise CannotStart(str(error)) from error
             time.sleep(self._settings.poll_s)
+        return None
 
     # --- watch --------------------------------------------------------------------------------------------------------
 
@@ -231,7 +234,10 @@ class Session:
         for name, at in list(self._due.items()):
             if now >= at:
                 del self._due[name]
-                self._start(name)
+                try:
+                    self._start(name)
+                except CannotStart as error:  # a full disk
+                    return End(1, str(error), "failed")
         return None
 
     def _finished(self) -> bool:
@@ -289,7 +295,10 @@ class Session:
             except BrokerError as error:
                 self._tell(str(error))
         if self._snapshot is not None:
-            write_report(folder, self._plan.config, self._snapshot)
+            try:
+                write_report(folder, self._plan.config, self._snapshot)
+            except ConfigError as error:  # a full disk: how the run ended is to be said all the same
+                self._console.print(str(error), soft_wrap=True, markup=False, highlight=False)
         self._console.print(farewell(end, folder), soft_wrap=True, markup=False, highlight=False)
 
     def _stop_all(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from broker.errors import BrokerError
 from configs import ConfigError
 from services.local.layout import CannotStart, Role
 from services.local.session import Settings
@@ -33,6 +34,9 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, CannotStart) as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except BrokerError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
 
 
 if __name__ == "__main__":

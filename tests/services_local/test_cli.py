@@ -120,6 +120,8 @@ def test_an_impossible_combination_names_the_fields_to_change(lagrange: Lagrange
         (("status", "runs/none"), "config.yaml is missing"),
         (("report", "runs/none"), "config.yaml is missing"),
         (("up", "configs/local.yaml", "--set", "lag.max"), "expected NAME=VALUE"),
+        (("up", "configs/local.yaml", "--set", "run.directory=LICENSE"), "LICENSE/local-"),
+        (("eval", "runs/none", "--task", "max-digit", "--output", "/proc/none/x.jsonl"), "--output"),
     ],
 )
 def test_a_call_that_cannot_work_says_why_on_standard_error(

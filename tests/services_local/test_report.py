@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from broker.types import EngineRecord, EngineState, LagCount, Snapshot, Tally
-from configs import load_config
+from configs import ConfigError, load_config
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, nice_ticks
 from services.local.live import ProcessFacts, condensed, plain_line, remaining_s, screen, sparkline, view_of
 from services.local.metrics import MetricsTail, parse
@@ -206,3 +206,9 @@ def test_a_sparkline_rises_from_the_lowest_to_the_highest_block() -> None:
 
 def test_the_report_holds_the_configuration() -> None:
     assert "learning_rate: 0.002" in page(CONFIG, [], {})
+
+
+def test_a_full_disk_is_a_message_that_says_how_to_draw_the_report_later(tmp_path: Path) -> None:
+    (tmp_path / "ledger.json.part").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match=r"No space left on device.*lagrange report"):
+        write_report(tmp_path, CONFIG, snapshot())

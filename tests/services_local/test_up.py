@@ -15,9 +15,29 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
+
+from broker.keys import Keys
+from services.local.layout import CannotStart
+from services.local.plan import only_one, plan_new, prepare
+from services.local.session import Session, Settings
 
 ROOT = Path(__file__).parents[2]
 UP = Path(__file__).with_name("fake_up.py")
+
+
+def tree(place: Path, **fields: object) -> dict[str, object]:
+    """A run of five steps below `place`."""
+    return {
+        "run": {"id": "r", "steps": 5, "directory": str(place / "runs")},
+        "lag": {"max": 1},
+        "model": {"tiny": {}},
+        "task": {"name": "max-digit"},
+        "rollout": {"max_new_tokens": 2, "workers": 2},
+        "engine": {"python": sys.executable},
+        "trainer": {"optimizer": {"learning_rate": 1e-3}},
+        **fields,
+    }
 
 
 class Run:
@@ -25,18 +45,8 @@ class Run:
 
     def __init__(self, place: Path, *arguments: str, **fields: object) -> None:
         self.place = place
-        tree = {
-            "run": {"id": "r", "steps": 5, "directory": str(place / "runs")},
-            "lag": {"max": 1},
-            "model": {"tiny": {}},
-            "task": {"name": "max-digit"},
-            "rollout": {"max_new_tokens": 2, "workers": 2},
-            "engine": {"python": sys.executable},
-            "trainer": {"optimizer": {"learning_rate": 1e-3}},
-            **fields,
-        }
         self.config = place / "config.yaml"
-        self.config.write_text(yaml.safe_dump(tree))
+        self.config.write_text(yaml.safe_dump(tree(place, **fields)))
         self.start(str(self.config), *arguments)
 
     def start(self, *arguments: str) -> None:
@@ -214,6 +224,49 @@ def test_a_second_up_on_the_same_run_is_refused(launch: Callable[..., Run]) -> N
     assert second.returncode == 2
     assert f"another `lagrange up` runs here (process {run.process.pid})" in second.stderr
     assert run.process.poll() is None
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_words_and_not_with_a_traceback(launch: Callable[..., Run]) -> None:
+    run = launch("trainer=finish")
+    until(lambda: everything_started(run), run)
+    (run.folder / "ledger.json.part").symlink_to("/dev/full")
+    assert run.finish() == 0, run.text
+    assert "ledger.json cannot be written (No space left on device)" in run.text
+    assert "Finished" in run.text
+    assert "Traceback" not in run.text
+
+
+def test_a_lock_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "up.lock").symlink_to("/dev/full")
+    with pytest.raises(CannotStart, match="cannot be written"), only_one(tmp_path):
+        pass
+
+
+def test_a_stop_that_is_asked_for_before_redis_answers_starts_nothing_more(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree(tmp_path)))
+    plan = plan_new(config, {})
+    prepare(plan)
+    session = Session(
+        plan, lambda role: ["/no/such/program", role.name], Settings(), Console(quiet=True), [signal.SIGINT]
+    )
+    assert session.run() == 130
+    assert [file.name for file in plan.logs.iterdir()] == ["redis.log"]
+
+
+def test_a_run_that_another_release_wrote_into_redis_is_refused_before_anything_starts(
+    launch: Callable[..., Run], redis_url: str
+) -> None:
+    import redis
+
+    with redis.Redis.from_url(redis_url, socket_timeout=5) as client:
+        client.hset(Keys("r").policy, mapping={"schema": "1", "run": "r"})
+    run = launch(redis={"url": redis_url})
+    assert run.process.wait(timeout=30) == 1
+    assert "Redis holds run 'r' with schema 1" in run.text
+    assert "Use another run id, or the release that wrote it" in run.text
+    assert "Traceback" not in run.text
+    assert not run.pids()
 
 
 def test_a_port_in_use_is_named_before_anything_starts(launch: Callable[..., Run]) -> None:
