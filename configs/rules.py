@@ -33,6 +33,8 @@ def _adaptive_limits_fit(c: RunConfig) -> str | None:
             f"lag.adaptive.min is {adaptive.min} but weights.publish_interval is {c.weights.publish_interval}: below "
             f"{need} no group could be trained. Set lag.adaptive.min to at least {need}."
         )
+    if adaptive.min > adaptive.max:
+        return f"lag.adaptive.min = {adaptive.min} is above lag.adaptive.max = {adaptive.max}. Lower it."
     if not adaptive.min <= c.lag.max <= adaptive.max:
         return (
             f"lag.max is {c.lag.max}, outside lag.adaptive.min to lag.adaptive.max ({adaptive.min} to "
@@ -106,6 +108,55 @@ def _groups_can_be_complete(c: RunConfig) -> str | None:
     return None
 
 
+def _curriculum_leaves_prompts(c: RunConfig) -> str | None:
+    curriculum = c.task.curriculum
+    if curriculum is not None and curriculum.low >= curriculum.high:
+        return (
+            f"task.curriculum.low = {curriculum.low} is not below task.curriculum.high = {curriculum.high}: every "
+            "prompt would be passed over. Lower it."
+        )
+    return None
+
+
+def _schedule_falls(c: RunConfig) -> str | None:
+    optimizer = c.trainer.optimizer
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        return (
+            f"trainer.optimizer.min_learning_rate = {optimizer.min_learning_rate:g} is above learning_rate = "
+            f"{optimizer.learning_rate:g}. Lower it."
+        )
+    return None
+
+
+def _engines_have_ports(c: RunConfig) -> str | None:
+    last = c.engine.port + c.engine.replicas - 1
+    if c.engine.port and last > 65535:
+        return (
+            f"engine.port = {c.engine.port} and engine.replicas = {c.engine.replicas} need port {last}, and 65535 is "
+            "the last. Lower engine.port."
+        )
+    return None
+
+
+def _best_score_is_measured(c: RunConfig) -> str | None:
+    best = c.evaluation.best
+    if best is None:
+        return None
+    task, _, score = best.rpartition("/")
+    measured = {t.label or t.name: t.samples for t in c.evaluation.tasks}
+    if task not in measured:
+        names = ", ".join(measured) or "there are none"
+        return f"evaluation.best: {best!r} names no task of evaluation.tasks ({names}). Write it as <task>/<score>."
+    samples = measured[task]
+    powers = (2**i for i in range(samples.bit_length()))
+    if score not in {f"avg@{samples}", f"pass@{samples}", *(f"pass@{k}" for k in powers if k <= samples)}:
+        return (
+            f"evaluation.best: {score!r} is no score of {task}, which has {samples} samples of each prompt. Write "
+            f"{task}/avg@{samples} or {task}/pass@1."
+        )
+    return None
+
+
 def _overlong_buffer_fits(c: RunConfig) -> str | None:
     shaping = c.task.shaping
     limit = shaping.length_limit or c.rollout.max_new_tokens
@@ -148,6 +199,10 @@ CROSS_FIELD_RULES = (
     _tiny_model_fits_the_layout,
     _groups_can_be_complete,
     _overlong_buffer_fits,
+    _curriculum_leaves_prompts,
+    _schedule_falls,
+    _engines_have_ports,
+    _best_score_is_measured,
     _straggler_wait_covers_a_lease,
     _shared_engines_know_priorities,
 )

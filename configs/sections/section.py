@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Processes = Annotated[int, Field(ge=1, le=4096)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=366 * 86400)]  # no clock or socket takes any number
 
 
 class Section(BaseModel):

@@ -62,6 +62,14 @@ def test_a_key_that_an_anchor_brought_may_be_overridden() -> None:
         ("task.shaping.format_pattern", "("),
         ("task.shaping.overlong_buffer", 2),
         ("model.tiny.head_dim", 31),
+        ("model.tiny.heads", 3),
+        ("model.tiny.experts_per_token", 9),
+        ("rollout.min_samples", 17),
+        ("redis.timeout_s", 1e300),
+        ("lag.adaptive", {"min": 5, "max": 2}),
+        ("task.curriculum", {"low": 0.9, "high": 0.1}),
+        ("trainer.optimizer.min_learning_rate", 1.0),
+        ("evaluation.best", "max-digit/avg@8"),
         ("lag.max", True),
         ("trainer.optimizer.learning_rate", True),
         ("trainer.loss.clip_low", True),
@@ -73,6 +81,20 @@ def test_a_key_that_an_anchor_brought_may_be_overridden() -> None:
 def test_a_value_that_no_run_could_use_is_refused_by_the_name_of_its_field(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         load_config(LOCAL, {name: value})
+
+
+def test_engines_whose_ports_would_go_past_the_last_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="need port 65536"):
+        load_config(LOCAL, {"engine": {"port": 65535, "replicas": 2}})
+
+
+@pytest.mark.parametrize("best", ["a/avg@4", "a/pass@1", "a/pass@4"])
+def test_the_best_checkpoint_goes_by_a_score_that_is_measured(best: str) -> None:
+    evaluation = {"tasks": [{"name": "max-digit", "label": "a", "samples": 4}]}
+    assert load_config(LOCAL, {"evaluation": {**evaluation, "best": best}}).evaluation.best == best
+    for wrong in ("b/avg@4", "a/avg@8", "a/pass@8", "a/pass@3", "a", "max-digit/avg@4"):
+        with pytest.raises(ConfigError, match=r"evaluation\.best"):
+            load_config(LOCAL, {"evaluation": {**evaluation, "best": wrong}})
 
 
 def test_a_number_may_be_written_in_any_way_that_yaml_or_a_person_writes_it() -> None:
