@@ -88,7 +88,8 @@ class Steered:
     """What became of an operator's command. reason: a stable word if it was refused, else "". time_ms, version: then.
 
     Reasons: ended (the run is over), interval (below what the publish interval needs), changed (not the expected value
-    any more), not-running, no-trainer, nothing-new (no step since the last checkpoint), unsupported.
+    any more), not-running, no-trainer, nothing-new (no step since the last checkpoint), unsupported. Of requeue:
+    no-dead-letter.
     """
 
     done: bool

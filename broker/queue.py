@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from broker import snapshot as view
 from broker.connection import Connection
 from broker.errors import SchemaMismatch
 from broker.memory import keep_large_buffers
@@ -112,7 +113,4 @@ class Broker(WorkerCalls, TrainerCalls, RegistryCalls, WatchCalls):
         lag: set max_lag to `value` (only if it is `expected` now, if given). pause, resume: admission; resume also ends
         a drain. drain: start nothing more, train what is in flight. checkpoint: the trainer saves after its step.
         """
-        answer = self._call("steer", command, value, why, "" if expected is None else expected)
-        refused = answer[0] == "refused"
-        reason, detail = (answer[3], answer[4]) if refused else ("", answer[3])
-        return Steered(not refused, reason, detail, int(answer[1]), int(answer[2]))
+        return view.steered(self._call("steer", command, value, why, "" if expected is None else expected))

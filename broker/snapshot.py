@@ -21,6 +21,7 @@ from broker.types import (
     GroupState,
     LagCount,
     Snapshot,
+    Steered,
     Tally,
     VersionRecord,
     Waited,
@@ -155,6 +156,13 @@ def group_record(item: Sequence[Any]) -> GroupRecord:
         trained_at=int(r.get("trained_at", -1)),
         blob=r.get("blob", ""),
     )
+
+
+def steered(answer: Sequence[Any]) -> Steered:
+    """answer: as the head of lua/steer.lua says."""
+    refused = answer[0] == "refused"
+    reason, sentence = (answer[3], answer[4]) if refused else ("", answer[3])
+    return Steered(not refused, reason, sentence, int(answer[1]), int(answer[2]))
 
 
 def parse(answer: Sequence[Any]) -> Snapshot:

@@ -11,7 +11,7 @@ import msgspec
 
 from broker import snapshot as view
 from broker.handle import RunHandle, reading
-from broker.types import GroupRecord, ListedState, Snapshot
+from broker.types import GroupRecord, ListedState, Snapshot, Steered
 
 
 class WatchCalls(RunHandle):
@@ -28,9 +28,9 @@ class WatchCalls(RunHandle):
         found = cast(dict[bytes, bytes], self._hash("dead", "hgetall"))
         return sorted((msgspec.json.decode(text) for text in found.values()), key=lambda letter: letter["time_ms"])
 
-    def requeue(self, prompt_index: int) -> bool:
-        """Issue the prompt of a dead letter again, with all its tries. False if it is none."""
-        return bool(self._call("requeue", prompt_index)[0])
+    def requeue(self, prompt_index: int, *, why: str = "by hand") -> Steered:
+        """Issue the prompt of a dead letter again, with all its tries; refused if it is none. why: for the log."""
+        return view.steered(self._call("requeue", prompt_index, why))
 
     @reading()
     def groups(self, state: ListedState, limit: int = 100) -> list[GroupRecord]:

@@ -65,8 +65,9 @@ class ErrorAnswer(BaseModel):
 class Refusal(HTTPException):
     """An answer above 299, raised by handlers."""
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(status_code=status, detail={"reason": reason, "message": message})
+    def __init__(self, status: int, reason: str, message: str, **seen: int) -> None:
+        """seen: what else stands in the body, beside `error`."""
+        super().__init__(status_code=status, detail={"reason": reason, "message": message, "seen": seen})
 
 
 # What the OpenAPI document says of every request that changes something: this module answers so by itself.
@@ -137,10 +138,12 @@ def harden(app: FastAPI) -> None:
     app.add_middleware(_Guard)
 
 
-def error_answer(status: int, reason: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def error_answer(
+    status: int, reason: str, message: str, headers: Mapping[str, str] | None = None, **seen: int
+) -> JSONResponse:
     """An error body with its status."""
     body = ErrorAnswer(error=Problem(reason=reason, message=message))
-    return JSONResponse(body.model_dump(), status, {**HEADERS, **(headers or {})})
+    return JSONResponse(body.model_dump() | seen, status, {**HEADERS, **(headers or {})})
 
 
 async def _http_error(_request: Request, error: Exception) -> JSONResponse:
@@ -152,7 +155,7 @@ async def _http_error(_request: Request, error: Exception) -> JSONResponse:
     if not isinstance(detail, dict):
         reason = {404: "not-found", 405: "method"}.get(error.status_code, "refused")
         detail = {"reason": reason, "message": words.get(error.status_code, "The request was refused.")}
-    return error_answer(error.status_code, detail["reason"], detail["message"], error.headers)
+    return error_answer(error.status_code, detail["reason"], detail["message"], error.headers, **detail.get("seen", {}))
 
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:

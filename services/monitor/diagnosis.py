@@ -1,7 +1,8 @@
 """One verdict in words on how the run goes, with the figures it comes from and what to change.
 
 Pure: a snapshot, an earlier one and the last step records go in. The first finding that applies is the verdict, in the
-order unstable, sync-bound, stale, starved, saturated: what endangers learning comes before what only costs time.
+order unstable, no-gradient, sync-bound, stale, starved, saturated: what endangers learning comes before what only costs
+time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from services.monitor.figures import (
     HELD_BACK,
     admission_wait_share,
     capacity,
+    dropped_share,
+    filtered_share,
     in_flight,
     mean,
     number,
@@ -31,6 +34,7 @@ class Verdict(StrEnum):
     """What the run suffers from."""
 
     UNSTABLE = "unstable"
+    NO_GRADIENT = "no-gradient"
     SYNC_BOUND = "sync-bound"
     STALE = "stale"
     STARVED = "starved"
@@ -46,6 +50,7 @@ class Bands(BaseModel):
     blocked_share: float = 0.5
     engine_wait_share: float = 0.5
     stale_share: float = 0.05
+    filtered_share: float = 0.9
     behind_published_intervals: float = 2.0
     update_seconds: float = 10.0
     gate_rate: float = 0.5
@@ -78,6 +83,7 @@ def diagnose(now: Snapshot, before: Snapshot | None, records: Records, bands: Ba
     figures = figures_of(now, before, records)
     tests: tuple[Callable[[Snapshot, Mapping[str, float | None], Bands], Finding | None], ...] = (
         _unstable,
+        _no_gradient,
         _sync_bound,
         _stale,
         _starved,
@@ -100,14 +106,17 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
     """All figures that the verdict looks at; null where nothing is known yet."""
     routable = [engine for engine in now.engines if engine.routable]
     known = {
-        key: mean(number(r, key) for r in records) for key in ("gate_rate", "log_ratio_abs_mean", "ess", "entropy")
+        key: mean(number(r, key) for r in records)
+        for key in ("gate_rate", "log_ratio_abs_mean", "ess", "entropy", "reward_mean")
     }
     nonfinite = [value for r in records if (value := number(r, "nonfinite_fraction")) is not None]
     return {
         "trainer_wait_share": wait_share(records),
         "admission_blocked_share": admission_wait_share(now, before, HELD_BACK),
-        "engine_wait_share": admission_wait_share(now, before, ["engine"]),
+        "engine_wait_share": admission_wait_share(now, before if _served(before) else None, ["engine"]),
         "stale_share": stale_share(now, before),
+        "filtered_share": filtered_share(records),
+        "dropped_share": dropped_share(now, before),
         "engine_behind_published_max": float(max(now.published - e.version for e in routable)) if routable else None,
         "engines": float(len([e for e in now.engines if e.state is not EngineState.GONE])),
         "engines_routable": float(len(routable)),
@@ -116,6 +125,11 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
         "nonfinite_fraction_max": max(nonfinite, default=None),
         **known,
     }
+
+
+def _served(before: Snapshot | None) -> bool:
+    """Whether an engine had a version by then: the wait for a run's first engine says nothing about updates."""
+    return before is not None and any(engine.version >= 0 for engine in before.engines)
 
 
 def _unstable(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
@@ -143,6 +157,22 @@ def _unstable(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Fi
         ),
     ]
     return next((Finding(verdict=Verdict.UNSTABLE, because=b, change=c) for hit, b, c in out if hit), None)
+
+
+def _no_gradient(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+    filtered, dropped = f["filtered_share"], f["dropped_share"]
+    if _above(filtered, bands.filtered_share):
+        because = f"{_percent(filtered)} of the trained groups have no gradient: their rewards are all equal"
+    elif _above(dropped, bands.filtered_share):
+        because = f"workers drop {_percent(dropped)} of their groups: their rewards are all equal"
+    else:
+        return None
+    return Finding(
+        verdict=Verdict.NO_GRADIENT,
+        because=f"{because}, {_short(f['reward_mean'])} on average",
+        change="take prompts that some samples solve (task.curriculum), a reward in more steps, or raise "
+        "rollout.samples_per_prompt",
+    )
 
 
 LESS_SYNC = "raise weights.publish_interval, or set weights.pause: abort if drains take long"

@@ -100,18 +100,50 @@ def living_workers(s: Snapshot) -> int:
     return sum(age <= WORKER_SILENT_MS for age in ages)
 
 
+ENOUGH_GROUPS = 20
+"""Below so many, a share of groups says nothing."""
 HELD_BACK = ("bound", "memory")
 """Reasons of a refused admission that say that sampling is ahead of training."""
 
 
 def admission_wait_share(now: Snapshot, before: Snapshot | None, reasons: Iterable[str]) -> float | None:
-    """Share of the workers' time that they waited for admission for these reasons since `before`; None: not known."""
-    workers = living_workers(now)
-    if before is None or not workers or now.time_ms <= before.time_ms:
-        return None
+    """Share of the workers' time that they waited for admission for these reasons since `before`; None: not known.
+
+    By each worker's own word in its heartbeats, over the time between them: the ledger's totals learn of a wait with
+    the next submission, which may be minutes later.
+    """
     names = [f"admission_wait_{reason}_seconds" for reason in reasons]
-    waited = sum(now.counters.get(name, 0.0) - before.counters.get(name, 0.0) for name in names)
-    return min(1.0, max(0.0, waited / ((now.time_ms - before.time_ms) / 1000 * workers)))
+    waited, watched = 0.0, 0.0
+    for worker, stats in now.workers.items():
+        earlier = before.workers.get(worker) if before is not None else None
+        if earlier is None:
+            continue
+        watched += max(0.0, _stat(stats, "heartbeat_ms") - _stat(earlier, "heartbeat_ms")) / 1000
+        waited += sum(_stat(stats, name) - _stat(earlier, name) for name in names)
+    return min(1.0, max(0.0, waited / watched)) if watched else None
+
+
+def _stat(stats: Mapping[str, object], name: str) -> float:
+    return number(stats, name) or 0.0
+
+
+def filtered_share(records: Sequence[Mapping[str, object]]) -> float | None:
+    """Share of the groups of these steps that have no gradient; None below ENOUGH_GROUPS."""
+    groups = sum(number(record, "groups") or 0.0 for record in records)
+    return (
+        sum(number(record, "groups_filtered") or 0.0 for record in records) / groups
+        if groups >= ENOUGH_GROUPS
+        else None
+    )
+
+
+def dropped_share(now: Snapshot, before: Snapshot | None) -> float | None:
+    """Share of the finished groups since `before` that workers dropped as their rewards were equal."""
+    dropped, accepted = (
+        now.counters.get(name, 0.0) - (before.counters.get(name, 0.0) if before is not None else 0.0)
+        for name in ("groups_filtered_by_workers", "groups_accepted")
+    )
+    return dropped / (dropped + accepted) if dropped + accepted >= ENOUGH_GROUPS else None
 
 
 def capacity(snapshot: Snapshot) -> int:

@@ -94,6 +94,7 @@ METRICS = (
         "Share of the workers' time that the bound or memory held them back, last minute.",
     ),
     Name("engine_wait_share", "gauge", (), "Share of the workers' time without an engine that serves, last minute."),
+    Name("filtered_group_share", "gauge", (), "Share of the trained groups without a gradient, last steps."),
     Name("stale_token_share", "gauge", (), "Share of tokens that went stale of those trained or stale, last minute."),
     Name(
         "evaluation_score", "gauge", ("task", "score", "bound"), "Newest score of a task: value, low and high (95 %)."
@@ -181,6 +182,7 @@ def samples(s: Snapshot, diagnosis: Diagnosis) -> dict[str, list[tuple[tuple[str
         "trainer_wait_share": _maybe(figures["trainer_wait_share"]),
         "admission_blocked_share": _maybe(figures["admission_blocked_share"]),
         "engine_wait_share": _maybe(figures["engine_wait_share"]),
+        "filtered_group_share": _maybe(figures["filtered_share"]),
         "stale_token_share": _maybe(figures["stale_share"]),
         **_evaluations(s),
         "verdict": [((one.value,), float(diagnosis.verdict is one)) for one in Verdict],

@@ -22,10 +22,19 @@ from services.http import REFUSALS, ErrorAnswer, Refusal, requires_token
 log = structlog.get_logger()
 T = TypeVar("T")
 LARGEST_LAG = 1024
+
+
+class RefusedAnswer(ErrorAnswer):
+    """What was refused, when and at which version: as of a command that is done."""
+
+    time_ms: int = Field(description="Redis server time.", examples=[1795984726000])
+    version: int = Field(description="The trainer's then.", examples=[42])
+
+
 ANSWERS: dict[int | str, dict[str, Any]] = {
     **REFUSALS,
     403: {"model": ErrorAnswer, "description": "The monitor has no token, or another site's page asked for it."},
-    409: {"model": ErrorAnswer, "description": "Not possible now; the reason says why. Nothing was changed."},
+    409: {"model": RefusedAnswer, "description": "Not possible now; the reason says why. Nothing was changed."},
 }
 
 
@@ -35,7 +44,7 @@ class Steerable(Protocol):
     def steer(self, command: Command, value: int = 0, *, why: str = "", expected: int | None = None) -> Steered:
         """See broker.queue.Broker."""
 
-    def requeue(self, prompt_index: int) -> bool:
+    def requeue(self, prompt_index: int, *, why: str = "") -> Steered:
         """See broker.queue.Broker."""
 
 
@@ -63,12 +72,6 @@ class Done(BaseModel):
     version: int = Field(examples=[42])
 
 
-class Requeued(BaseModel):
-    """A dead letter whose prompt is issued again, with all its tries."""
-
-    prompt_index: int
-
-
 def why(order: Order | None) -> str:
     """The words for the event log."""
     if order is None:
@@ -82,11 +85,16 @@ def router(broker: Steerable, token: str | None, *, open_to_all: bool = False) -
     made = APIRouter(prefix="/v1", responses=ANSWERS, dependencies=[guard], tags=["steering"])
 
     async def steer(request: Request, command: Command, order: Order | None, **options: Any) -> Done:
-        found = await _ask(lambda: broker.steer(command, why=why(order), **options))
+        return await carry_out(request, command, order, lambda: broker.steer(command, why=why(order), **options))
+
+    async def carry_out(
+        request: Request, command: str, order: Order | None, action: Callable[[], Steered], refusal: int = 409
+    ) -> Done:
+        found = await _ask(action)
         client = request.client.host if request.client else ""
         log.info("steering", command=command, done=found.done, detail=found.detail, why=why(order), client=client)
         if not found.done:
-            raise Refusal(409, found.reason, _sentence(found.detail))
+            raise Refusal(refusal, found.reason, _sentence(found.detail), time_ms=found.time_ms, version=found.version)
         return Done(command=command, detail=found.detail, time_ms=found.time_ms, version=found.version)
 
     @made.patch("/lag")
@@ -119,12 +127,12 @@ def router(broker: Steerable, token: str | None, *, open_to_all: bool = False) -
         """Ask for an evaluation now."""
         return await steer(request, "evaluate", order)
 
-    @made.post("/dead-letters/{prompt_index}/requeue", responses={404: {"model": ErrorAnswer}})
-    async def requeue(prompt_index: Annotated[int, Path(ge=0, le=2**53 - 1)]) -> Requeued:
+    @made.post("/dead-letters/{prompt_index}/requeue", responses={404: {"model": RefusedAnswer}})
+    async def requeue(
+        request: Request, prompt_index: Annotated[int, Path(ge=0, le=2**53 - 1)], order: Order | None = None
+    ) -> Done:
         """Issue the prompt of a dead letter again, with all its tries."""
-        if not await _ask(lambda: broker.requeue(prompt_index)):
-            raise Refusal(404, "no-dead-letter", f"Prompt {prompt_index} is no dead letter.")
-        return Requeued(prompt_index=prompt_index)
+        return await carry_out(request, "requeue", order, lambda: broker.requeue(prompt_index, why=why(order)), 404)
 
     return made
 

@@ -16,7 +16,7 @@ from services.monitor import detail
 from services.monitor.detail import EvaluationAnswer, EventAnswer, NamedStaleness, Wait, flat
 from services.monitor.diagnosis import Diagnosis, Records, diagnose
 from services.monitor.figures import capacity, finite, in_flight, number, wait_share
-from services.monitor.shapes import Answer, Lags, base, lags
+from services.monitor.shapes import Answer, LagBucket, Lags, base, lags
 
 
 class TallyAnswer(BaseModel):
@@ -76,7 +76,7 @@ class StalenessAnswer(QueueAnswer):
     tokens: TallyAnswer
     closes: bool = Field(description="Both ledgers close.")
     waiting: Lags
-    trained: Lags
+    trained: Lags = Field(description="As in the ledger: groups without a gradient (filtered) are not among them.")
     publish_lag: list[PublishLag]
     by_task: dict[str, NamedStaleness] = Field(
         description="Who caused which lag and which wait: by task, engine and worker."
@@ -213,6 +213,16 @@ def staleness(s: Snapshot) -> StalenessAnswer:
         by_engine=detail.by_name(s, "engine"),
         by_worker=detail.by_name(s, "worker"),
     )
+
+
+def lag_rows(s: StalenessAnswer) -> list[tuple[int, int, int, int]]:
+    """For each lag: waiting groups, trained groups, trained tokens."""
+    waiting, trained = ({b.lag: b for b in one.by_lag} for one in (s.waiting, s.trained))
+    nothing = LagBucket(lag=0, groups=0, tokens=0)
+    return [
+        (lag, waiting.get(lag, nothing).groups, trained.get(lag, nothing).groups, trained.get(lag, nothing).tokens)
+        for lag in sorted({*waiting, *trained})
+    ]
 
 
 def _publish_lag(s: Snapshot, engine: EngineRecord) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def requeue(
 ) -> None:
     """Issue the prompt of a dead letter again, with all its tries."""
     with opened(where) as (broker, _):
-        if not broker.requeue(prompt):
+        if not broker.requeue(prompt).done:
             raise ConfigError(f"prompt {prompt} is no dead letter. `lagrange groups list {where} --state dead`")
     typer.echo(f"prompt {prompt} is issued again")
 

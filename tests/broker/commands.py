@@ -194,7 +194,7 @@ class Commands(Compared):
     def requeue(self) -> None:
         prompt = min(self.model.dead)
         self.lost_dead.add(prompt)
-        assert self.broker.requeue(prompt)
+        assert self.broker.requeue(prompt).done
         self.model.requeue(prompt)
 
     @precondition(lambda self: self.model.step_number >= 2)

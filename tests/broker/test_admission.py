@@ -163,8 +163,8 @@ def test_a_poison_prompt_becomes_a_dead_letter_and_can_be_requeued(run: Run) -> 
     (letter,) = run.broker.dead_letters()
     assert (letter["prompt_index"], letter["attempt"], letter["reason"]) == (0, 3, "always fails")
     assert run.admit().prompt_index == 1
-    assert run.broker.requeue(0)
-    assert not run.broker.requeue(0)
+    assert run.broker.requeue(0).done
+    assert run.broker.requeue(0).reason == "no-dead-letter"
     ticket = run.admit()
     assert (ticket.prompt_index, ticket.attempt) == (0, 0)
     run.assert_closed()

@@ -18,7 +18,7 @@ from broker.access import RIGHTS, ROLES, BadPassword, Role, users
 from broker.commands import Argument, Command
 from broker.connection import Connection
 from broker.errors import BrokerUnavailable, NotAllowed
-from broker.queue import Broker
+from broker.queue import SCHEMA, Broker
 from broker.server import EmbeddedServer
 from broker.types import EngineRecord, EngineState
 from configs import ConfigError
@@ -138,7 +138,7 @@ def test_each_role_does_all_of_its_part(  # noqa: PLR0915 - a life of a run, tol
     for ticket in tickets[:2]:
         assert of["worker"].submit(finished(ticket, RUN), stats={"tokens_made": 4.0}) == "accepted"
     assert of["monitor"].snapshot(5, names=True).dead_letters == 1
-    assert of["monitor"].requeue(tickets[2].prompt_index)
+    assert of["monitor"].requeue(tickets[2].prompt_index).done
     assert of["monitor"].steer("lag", 2, why="a test").done
     batch = run.pull(2)
     assert len(of["trainer"].fetch([d.group_id for d in batch])) == 2
@@ -205,10 +205,10 @@ def prepared(server: EmbeddedServer, folder: Path) -> dict[str, list[Any]]:
         "publish": [epoch, version, "{}"],
         "renew_trainer": [epoch],
         "return_leased": [epoch],
-        "initialise": ["3", RUN, "max_lag", 99, "lease_ms", 1],
+        "initialise": [SCHEMA, RUN, "max_lag", 99, "lease_ms", 1],
         "set_policy": ["max_lag", 99],
         "steer": ["pause", 0, "somebody", ""],
-        "requeue": [dead.prompt_index],
+        "requeue": [dead.prompt_index, "why"],
         "engine": ["e", record, "", "register"],
         "hold": ["weight-sync", "somebody", 1000],
         "evaluator": [1000, 1, '{"score": 1}', "a result"],

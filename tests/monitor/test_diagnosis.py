@@ -59,18 +59,74 @@ def test_a_trainer_that_waits_at_the_bound_is_told_to_raise_the_bound() -> None:
     assert "raise lag.max above 0" in diagnose(full, EARLIER, [{**CALM[0], "wait_s": 0.7}]).headline
 
 
+def beats(now: Snapshot, **seconds: float) -> Snapshot:
+    """Two workers whose heartbeats are of now; each says that it has waited so long, by reason."""
+    totals = {f"admission_wait_{reason}_seconds": value for reason, value in seconds.items()}
+    stats: dict[str, float | int | str] = {"heartbeat_ms": now.time_ms, **totals}
+    return replace(now, workers={"w0": stats, "w1": stats})
+
+
 def test_workers_that_the_bound_or_memory_holds_back_are_saturated() -> None:
-    now = replace(RUNNING, counters={"admission_wait_bound_seconds": 50.0, "admission_wait_memory_seconds": 40.0})
-    found = diagnose(now, EARLIER, CALM)
+    found = diagnose(beats(RUNNING, bound=125.0, memory=20.0), beats(EARLIER, bound=100.0), CALM)
     assert found.verdict is Verdict.SATURATED
     assert found.figures["admission_blocked_share"] == pytest.approx(0.75)
 
 
 def test_workers_that_wait_for_an_engine_are_sync_bound_and_not_saturated() -> None:
-    now = replace(RUNNING, counters={"admission_wait_engine_seconds": 90.0, "admission_wait_seconds": 90.0})
-    found = diagnose(now, EARLIER, CALM)
+    found = diagnose(beats(RUNNING, engine=45.0), beats(EARLIER), CALM)
     assert [finding.verdict for finding in found.findings] == [Verdict.SYNC_BOUND]
     assert "75 % of their time for an engine" in found.headline
+
+
+def test_a_wait_that_the_ledger_learns_of_late_counts_for_the_time_in_which_it_was() -> None:
+    """A worker tells the ledger with its first submission: all of its first wait at once."""
+    told = replace(beats(RUNNING, engine=60.0), counters={"admission_wait_engine_seconds": 120.0})
+    assert diagnose(told, beats(EARLIER, engine=59.0), CALM).verdict is Verdict.HEALTHY
+
+
+def test_the_time_of_a_worker_is_what_lies_between_its_heartbeats() -> None:
+    silent = beats(replace(RUNNING, time_ms=RUNNING.time_ms - 30_000), engine=30.0)
+    assert diagnose(replace(silent, time_ms=RUNNING.time_ms), beats(EARLIER), CALM).figures[
+        "engine_wait_share"
+    ] == pytest.approx(1.0)
+    joined = replace(EARLIER, workers={})
+    assert diagnose(beats(RUNNING, engine=60.0), joined, CALM).figures["engine_wait_share"] is None
+
+
+def test_the_wait_for_the_first_engine_is_no_fault_of_weight_sync() -> None:
+    starting = replace(beats(EARLIER), engines=(replace(ENGINE, state=EngineState.JOINING, version=-1),))
+    found = diagnose(beats(RUNNING, engine=59.0), starting, CALM)
+    assert (found.verdict, found.figures["engine_wait_share"]) == (Verdict.HEALTHY, None)
+
+
+def filtered(groups: int, without: int, **more: float) -> list[dict[str, float]]:
+    return [{**CALM[0], "groups": groups, "groups_filtered": without, "reward_mean": 0.25, **more}] * 4
+
+
+def test_groups_whose_rewards_are_all_equal_teach_nothing_and_that_is_said_with_what_to_change() -> None:
+    found = diagnose(RUNNING, EARLIER, filtered(16, 15))
+    assert found.verdict is Verdict.NO_GRADIENT
+    assert "94 % of the trained groups have no gradient: their rewards are all equal, 0.25 on average" in found.headline
+    assert "rollout.samples_per_prompt" in found.headline
+    assert found.figures["filtered_share"] == pytest.approx(15 / 16)
+
+
+def test_an_ordinary_share_of_equal_groups_is_no_finding_and_neither_is_one_of_a_handful_of_groups() -> None:
+    assert diagnose(RUNNING, EARLIER, filtered(16, 14)).verdict is Verdict.HEALTHY
+    assert diagnose(RUNNING, EARLIER, filtered(2, 2)).verdict is Verdict.HEALTHY
+
+
+def test_equal_groups_that_workers_drop_before_they_are_trained_are_seen_too() -> None:
+    now = replace(RUNNING, counters={"groups_filtered_by_workers": 120.0, "groups_accepted": 212.0})
+    before = replace(EARLIER, counters={"groups_filtered_by_workers": 20.0, "groups_accepted": 208.0})
+    found = diagnose(now, before, filtered(16, 0))
+    assert found.verdict is Verdict.NO_GRADIENT
+    assert "workers drop 96 % of their groups: their rewards are all equal" in found.headline
+
+
+def test_a_policy_that_falls_apart_comes_before_rewards_that_are_equal() -> None:
+    verdicts = [f.verdict for f in diagnose(RUNNING, EARLIER, filtered(16, 16, ess=0.1, wait_s=0.9)).findings]
+    assert verdicts == [Verdict.UNSTABLE, Verdict.NO_GRADIENT, Verdict.STARVED]
 
 
 def test_a_full_queue_is_saturated() -> None:

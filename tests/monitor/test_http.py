@@ -16,6 +16,7 @@ from services.monitor.app import create_app
 from services.monitor.metrics import METRICS
 from services.monitor.source import Source
 from tests.monitor.conftest import Run
+from tests.weight_sync.live import config
 
 ENDPOINTS = ["run", "queue", "staleness", "engines", "trainer", "ledger", "diagnosis", "overview"]
 ENDPOINTS += ["events", "evaluations", "samples", "dead-letters", "workers", "versions"]
@@ -91,6 +92,38 @@ async def test_the_page_is_whole_without_scripts_and_has_nothing_inline_or_from_
     assert "script-src 'self'" in page.headers["content-security-policy"]
     for file in re.findall(r'(?:src|href)="(static/[^"]+)"', page.text):
         assert (await http.get(f"/{file}")).status_code == 200
+
+
+async def test_every_tile_has_its_value_without_scripts(run: Run, http: httpx.AsyncClient) -> None:
+    run.broker.heartbeat_worker("worker-0", {"admission_wait_bound_seconds": 0.0})
+    await http.get("/")
+    run.broker._connection.client.hset(run.broker._keys.policy, "clock_shift_ms", 10_000)
+    run.broker.heartbeat_worker("worker-0", {"admission_wait_bound_seconds": 5.0})
+    page = (await http.get("/")).text
+    tiles = dict(re.findall(r"<dt>([^<]+)</dt><dd[^>]*>([^<]*)</dd>", page))
+    assert 48 <= int(tiles.pop("Workers blocked").removesuffix(" %")) <= 50  # some milliseconds lie between the two
+    assert tiles == {
+        "Step": "2 / 100",
+        "Version": "2",
+        "Reward": "0.500",
+        "Lag (bound)": "0.50 (4)",
+        "Groups ready": "20",
+        "In flight (bound)": "21 (80)",
+        "Trainer waits": "60 %",
+        "Went stale": "–",
+    }
+    lags = re.search(r'<tbody id="lags">(.*?)</tbody>', page, re.S)
+    assert lags is not None
+    assert re.findall(r"<td>(\d*)</td>", lags[1]) == ["0", "0", "16", "48", "1", "0", "16", "48", "2", "20", "0", "0"]
+
+
+async def test_a_page_of_a_run_that_has_just_begun_has_no_empty_tile(run: Run) -> None:
+    other = Broker.connect(run.url, "young", timeout_s=3.0)
+    other.initialise(config(run.url, Path("/nonexistent")))
+    async with client_of(Source(other)) as http:
+        page = (await http.get("/")).text
+    other.close()
+    assert all(value for _, value in re.findall(r"<dt>([^<]+)</dt><dd[^>]*>([^<]*)</dd>", page))
 
 
 async def test_the_page_escapes_what_engines_say(run: Run, http: httpx.AsyncClient) -> None:

@@ -143,6 +143,22 @@ async def test_a_run_that_is_over_takes_no_command(run: Run, http: httpx.AsyncCl
         assert (answer.status_code, await reason(answer)) == (409, "ended"), path
 
 
+async def test_what_is_done_and_what_is_refused_tells_time_and_version_of_that_instant(
+    run: Run, http: httpx.AsyncClient
+) -> None:
+    ticket = run.broker.admit("worker-0", "engine-0")
+    assert isinstance(ticket, Ticket)
+    run.broker.fail(ticket.group_id, "worker-0", "no reward", tokens=3, final=True)
+    before, sent = run.broker.server_time_ms(), []
+    requeue = f"/v1/dead-letters/{ticket.prompt_index}/requeue"
+    for method, path in [*COMMANDS[:-1], ("POST", requeue), ("POST", requeue)]:
+        sent.append(await http.request(method, path, json={"max_lag": 3} if method == "PATCH" else {}))
+    assert [answer.status_code for answer in sent] == [200, 200, 200, 200, 200, 409, 200, 404]
+    for answer in sent:
+        assert before <= answer.json()["time_ms"] <= run.broker.server_time_ms()
+        assert answer.json()["version"] == run.version
+
+
 async def test_a_dead_letter_is_shown_and_issued_again(run: Run, http: httpx.AsyncClient) -> None:
     ticket = run.broker.admit("worker-0", "engine-0")
     assert isinstance(ticket, Ticket)
@@ -151,7 +167,8 @@ async def test_a_dead_letter_is_shown_and_issued_again(run: Run, http: httpx.Asy
     assert letters["total"] == 1
     assert letters["dead_letters"][0]["reason"] == "no reward"
     path = f"/v1/dead-letters/{letters['dead_letters'][0]['prompt_index']}/requeue"
-    assert (await http.post(path)).status_code == 200
+    assert (await http.post(path, json={"by": "ada", "reason": "the judge is mended"})).status_code == 200
+    assert (await newest(http))["text"].endswith(" (by ada: the judge is mended)")
     assert (await http.post(path)).status_code == 404
     assert (await http.get("/v1/dead-letters")).json()["total"] == 0
 

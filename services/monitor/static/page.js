@@ -77,7 +77,8 @@
     text("version", String(o.version));
     text("reward", fixed(o.progress.reward_mean, 3));
     text("lag", (s.trained.tokens ? s.trained.tokens.mean.toFixed(2) : "–") + " (" + s.max_lag + ")");
-    text("queue", s.ready_groups + " of " + s.in_flight_limit);
+    text("queue", String(s.ready_groups));
+    text("flying", s.in_flight_groups + " (" + s.in_flight_limit + ")");
     text("wait", percent(figures.trainer_wait_share));
     text("blocked", percent(figures.admission_blocked_share));
     text("stale", percent(figures.stale_share));
