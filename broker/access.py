@@ -26,11 +26,11 @@ CHECK = "check"  # a user without a password that may only PING: for health chec
 SHOWN = (
     *("policy", "cursor", "ledger", "counters", "events", "metrics", "evaluations", "evaluator"),
     *("ready_hist", "lag_hist", "by_hist", "wait_hist", "engines", "versions", "workers"),
-    *("generating", "admitted", "ready", "waiting", "waiting:*", "leased", "trained", "dead", "dead_order"),
+    *("generating", "admitted_hist", "ready", "waiting", "waiting:*", "leased", "trained", "dead", "dead_order"),
 )
 # What the life of a group up to the queue changes (broker/lua/common.lua).
 GROUPS = (
-    *("ledger", "counters", "events", "group:*", "payload:*", "generating", "admitted", "ready", "waiting"),
+    *("ledger", "counters", "events", "group:*", "payload:*", "generating", "admitted_hist", "ready", "waiting"),
     *("waiting:*", "retained", "open", "reissue", "tries", "dead", "dead_order", "ready_hist", "by_hist", "freed"),
 )
 READ = (

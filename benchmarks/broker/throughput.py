@@ -1,10 +1,11 @@
 """Payloads through the broker against the raw server, as ratios of one run: rate and CPU time per message.
 
-    python -m benchmarks.broker.throughput [--rounds 3] [--messages 40]
+    python -m benchmarks.broker.throughput [--rounds 3] [--messages 40] [--folder /dev/shm/lagrange-benchmark]
 
 One producer process, one consumer process, one embedded server, TCP on loopback. Every round measures all ways one
-after the other; a figure is the median over the rounds. A message is a trajectory. The broker does the whole protocol
-for each group: admission, submission, pull, fetch with checksum, step and commit; raw ways move the same bytes.
+after the other, from the moment when both processes are connected; a figure is the median over the rounds. A message is
+a trajectory. The broker does the whole protocol for each group: admission, submission, pull, fetch with checksum, step
+and commit; raw ways move the same bytes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ POLL_S = 0.002
 # tokens, layers x top-k, groups in a batch, samples in a group
 LARGE, SMALL, GROUPED = (8192, (48, 8), 4, 1), (1000, None, 16, 1), (1000, None, 16, 16)
 Case = tuple[int, tuple[int, int] | None, int, int]
+Ready = Callable[[], None]  # called by a process once it is connected; returns when the other is, too
+Work = Callable[[Ready], None]
 
 
 def trajectory(tokens: int, routing: tuple[int, int] | None) -> Trajectory:
@@ -58,8 +61,9 @@ def group(ticket_id: int, prompt: int, sample: Trajectory, samples: int = 1) -> 
     return Group(RUN, ticket_id, prompt, 0, "benchmark", WORKER, ENGINE, samples, 0.0, (sample,) * samples)
 
 
-def broker_producer(url: str, sample: Trajectory, samples: int, batch: int, messages: int) -> None:
+def broker_producer(url: str, sample: Trajectory, samples: int, batch: int, messages: int, ready: Ready) -> None:
     broker, sent = Broker.connect(url, RUN, timeout_s=60), 0
+    ready()
     while sent < messages:
         tickets = broker.admit_many(WORKER, ENGINE, min(batch, messages - sent))
         if isinstance(tickets, Refused):
@@ -70,8 +74,9 @@ def broker_producer(url: str, sample: Trajectory, samples: int, batch: int, mess
         sent += len(tickets)
 
 
-def broker_consumer(url: str, epoch: int, batch: int, messages: int) -> None:
+def broker_consumer(url: str, epoch: int, batch: int, messages: int, ready: Ready) -> None:
     broker, version, got = Broker.connect(url, RUN, timeout_s=60), 0, 0
+    ready()
     while got < messages:
         wanted = min(batch, messages - got)
         deliveries = broker.pull(epoch, version, wanted)
@@ -88,8 +93,15 @@ def broker_consumer(url: str, epoch: int, batch: int, messages: int) -> None:
             broker.register_engine(EngineRecord(ENGINE, "http://engine", EngineState.SERVING, version))
 
 
-def raw_producer(url: str, data: bytes, batch: int, messages: int) -> None:
+def connected(url: str) -> redis.Redis:
     client = redis.Redis.from_url(url)
+    client.ping()
+    return client
+
+
+def raw_producer(url: str, data: bytes, batch: int, messages: int, ready: Ready) -> None:
+    client = connected(url)
+    ready()
     for start in range(0, messages, batch):
         names = [f"raw:{i}" for i in range(start, min(start + batch, messages))]
         pipe = client.pipeline(transaction=False)
@@ -99,8 +111,9 @@ def raw_producer(url: str, data: bytes, batch: int, messages: int) -> None:
         pipe.execute()
 
 
-def raw_consumer(url: str, batch: int, messages: int) -> None:
-    client, got = redis.Redis.from_url(url), 0
+def raw_consumer(url: str, batch: int, messages: int, ready: Ready) -> None:
+    client, got = connected(url), 0
+    ready()
     while got < messages:
         names: Any = client.lpop("names", batch)
         if not names:
@@ -114,8 +127,9 @@ def raw_consumer(url: str, batch: int, messages: int) -> None:
         got += len(names)
 
 
-def stream_producer(url: str, data: bytes, batch: int, messages: int) -> None:
-    client = redis.Redis.from_url(url)
+def stream_producer(url: str, data: bytes, batch: int, messages: int, ready: Ready) -> None:
+    client = connected(url)
+    ready()
     for start in range(0, messages, batch):
         pipe = client.pipeline(transaction=False)
         for _ in range(start, min(start + batch, messages)):
@@ -123,8 +137,9 @@ def stream_producer(url: str, data: bytes, batch: int, messages: int) -> None:
         pipe.execute()
 
 
-def stream_consumer(url: str, batch: int, messages: int) -> None:
-    client, got = redis.Redis.from_url(url), 0
+def stream_consumer(url: str, batch: int, messages: int, ready: Ready) -> None:
+    client, got = connected(url), 0
+    ready()
     while got < messages:
         found: Any = client.xreadgroup("group", "consumer", {"stream": ">"}, count=batch, block=1000)
         for _, entries in found or ():
@@ -142,34 +157,44 @@ def cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(
-    server: EmbeddedServer, messages: int, produce: Callable[[], None], consume: Callable[[], None]
-) -> dict[str, float]:
+def measure(server: EmbeddedServer, messages: int, produce: Work, consume: Work) -> dict[str, float]:
     """Messages a second, and milliseconds of CPU per message of producer, consumer and server together."""
     assert server.process is not None
-    before, children, begin = cpu_of(server.process.pid), os.times(), time.perf_counter()
-    both = [CONTEXT.Process(target=produce), CONTEXT.Process(target=consume)]
+    begin, works = CONTEXT.Barrier(3), (produce, consume)
+    used: Any = CONTEXT.Array("d", 2)
+    ended: Any = CONTEXT.Array("d", 2)
+
+    def run(i: int) -> None:
+        def ready() -> None:
+            begin.wait(60)
+            used[i] = -time.process_time()
+
+        works[i](ready)
+        used[i] += time.process_time()
+        ended[i] = time.monotonic()
+
+    both = [CONTEXT.Process(target=run, args=(i,)) for i in range(2)]
     for process in both:
         process.start()
+    begin.wait(60)
+    served, began = cpu_of(server.process.pid), time.monotonic()
     for process in both:
         process.join(600)
         assert process.exitcode == 0
-    wall, after = time.perf_counter() - begin, os.times()
-    clients = after.children_user + after.children_system - children.children_user - children.children_system
-    return {"rate": messages / wall, "cpu_ms": 1000 * (cpu_of(server.process.pid) - before + clients) / messages}
+    cpu = cpu_of(server.process.pid) - served + sum(used)
+    return {"rate": messages / (max(ended) - began), "cpu_ms": 1000 * cpu / messages}
 
 
-def through_broker(server: EmbeddedServer, case: Case, messages: int, place: str) -> dict[str, float]:
+def through_broker(server: EmbeddedServer, case: Case, messages: int, folder: Path | None = None) -> dict[str, float]:
     tokens, routing, batch, samples = case
     groups = messages // samples
     sample = trajectory(tokens, routing)
     broker = Broker.connect(server.url, RUN, timeout_s=60)
     broker._connection.client.flushall()
-    folder = Path("/dev/shm/lagrange-benchmark")
-    payloads = {"redis.payloads": place, "redis.payload_folder": str(folder), "redis.max_memory_mb": 2048}
-    broker.initialise(
-        small_config(Path(tempfile.gettempdir()), **payloads, **{"run.steps": 10**6, "trainer.groups_per_step": batch})
-    )
+    settings: dict[str, Any] = {"run.steps": 10**6, "trainer.groups_per_step": batch, "redis.max_memory_mb": 2048}
+    if folder is not None:
+        settings |= {"redis.payloads": "folder", "redis.payload_folder": str(folder)}
+    broker.initialise(small_config(Path(tempfile.gettempdir()), **settings))
     broker.set_max_lag(10**6)
     epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
     broker.publish(epoch, VersionRecord(broker.name_version(epoch), 0, "path", "sum"))
@@ -177,8 +202,8 @@ def through_broker(server: EmbeddedServer, case: Case, messages: int, place: str
     found = measure(
         server,
         messages,
-        lambda: broker_producer(server.url, sample, samples, batch, groups),
-        lambda: broker_consumer(server.url, epoch, batch, groups),
+        lambda ready: broker_producer(server.url, sample, samples, batch, groups, ready),
+        lambda ready: broker_consumer(server.url, epoch, batch, groups, ready),
     )
     assert broker.snapshot().groups.durable == groups
     broker.close()
@@ -196,8 +221,8 @@ def raw(server: EmbeddedServer, case: Case, messages: int, stream: bool) -> dict
     return measure(
         server,
         messages,
-        lambda: produce(server.url, data, batch, messages),
-        lambda: consume(server.url, batch, messages),
+        lambda ready: produce(server.url, data, batch, messages, ready),
+        lambda ready: consume(server.url, batch, messages, ready),
     )
 
 
@@ -208,6 +233,7 @@ def main() -> None:
     parser.add_argument(
         "--messages", type=int, default=40, help="large ones in each round; 40 times as many small ones, 160 grouped"
     )
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/lagrange-benchmark"), help="of payloads in files")
     options = parser.parse_args()
     large, small = options.messages, 40 * options.messages
     rounds: list[dict[str, dict[str, float]]] = []
@@ -216,11 +242,11 @@ def main() -> None:
             rounds.append(
                 {
                     "3.2 MB raw SET/GET": raw(server, LARGE, large, stream=False),
-                    "3.2 MB broker, Redis": through_broker(server, LARGE, large, "redis"),
-                    "3.2 MB broker, folder": through_broker(server, LARGE, large, "folder"),
+                    "3.2 MB broker, Redis": through_broker(server, LARGE, large),
+                    "3.2 MB broker, folder": through_broker(server, LARGE, large, options.folder),
                     "8 KB raw stream": raw(server, SMALL, small, stream=True),
-                    "8 KB broker, groups of 1": through_broker(server, SMALL, small, "redis"),
-                    "8 KB broker, groups of 16": through_broker(server, GROUPED, 4 * small, "redis"),
+                    "8 KB broker, groups of 1": through_broker(server, SMALL, small),
+                    "8 KB broker, groups of 16": through_broker(server, GROUPED, 4 * small),
                 }
             )
     medians = {

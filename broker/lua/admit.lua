@@ -1,5 +1,5 @@
 -- admit.lua: leave for a worker to generate groups on an engine, under the bound (docs/lag-bound.md, rule A).
--- KEYS  1 prefix; touches ledger, group:<id>, generating, admitted, ready, leased, retained, open, reissue,
+-- KEYS  1 prefix; touches ledger, group:<id>, generating, admitted_hist, ready, leased, retained, open, reissue,
 --       tries, cursor; reads engines
 -- ARGV  1 worker  2 engine id  3 groups wanted
 -- returns {"tickets", {group id, prompt index, attempt, engine version, lease deadline ms}...}, as many as the bound
@@ -20,9 +20,8 @@ if not engine or engine.state ~= 'serving' or engine.version < 0 then
 end
 reap()
 local v, B, max_lag, e = n('version'), n('groups_per_step'), n('max_lag'), engine.version
-local accepted = tonumber(redis.call('HGET', k('counters'), 'groups_accepted')) or 0
-local total = tonumber(redis.call('HGET', k('counters'), 'payload_bytes_total')) or 0
-local mean = accepted > 0 and total / accepted or 0
+local accepted = redis.call('HMGET', k('counters'), 'groups_accepted', 'payload_bytes_total')
+local mean, stored = accepted[1] and accepted[2] / accepted[1] or 0, stored_bytes()
 local generating = redis.call('ZCARD', k('generating'))
 local flying = in_flight()
 
@@ -39,19 +38,20 @@ local function limit()
   if flying >= left * B then return {'bound', flying .. ' groups in flight serve the last ' .. left .. ' steps'} end
   -- Memory: what is stored, and what the groups being generated will add. Payloads kept only for a rollback go first;
   -- their prompts are issued again if it comes to that. The first batch always passes: without it nothing frees memory.
-  while stored_bytes() + mean * (generating + 1) > n('max_bytes') do
+  while stored + mean * (generating + 1) > n('max_bytes') do
     local id = redis.call('ZPOPMIN', k('retained'))[1]
     if not id then
       if flying < B then break end
-      return {'memory', int(stored_bytes() + mean * (generating + 1)) .. ' payload bytes stored or expected, limit ' ..
+      return {'memory', int(stored + mean * (generating + 1)) .. ' payload bytes stored or expected, limit ' ..
         policy.max_bytes}
     end
     free_payload(id, group(id))
+    stored = stored_bytes()
     count('payloads_freed_early')
   end
 end
 
-local cursor = hash(k('cursor'))
+local cursor, again = hash(k('cursor')), redis.call('ZCARD', k('reissue'))
 local out, deadline = {'tickets'}, int(now + n('lease_ms'))
 for _ = 1, tonumber(ARGV[3]) do
   local why = limit()
@@ -62,8 +62,9 @@ for _ = 1, tonumber(ARGV[3]) do
   -- Ids grow with the server's clock: none is used twice, even after Redis lost its last second or everything.
   local id = int(math.max(tonumber(cursor.last_id) + 1, now_us))
   cursor.last_id = id
-  local prompt, attempt = redis.call('ZPOPMIN', k('reissue'))[1], 0
-  if prompt then
+  local prompt, attempt = nil, 0
+  if again > 0 then
+    prompt, again = redis.call('ZPOPMIN', k('reissue'))[1], again - 1
     attempt = tonumber(redis.call('HGET', k('tries'), prompt)) or 0
     redis.call('HDEL', k('tries'), prompt)
   else
@@ -74,7 +75,7 @@ for _ = 1, tonumber(ARGV[3]) do
   put(id, {state = 'generating', prompt = prompt, attempt = attempt, worker = ARGV[1], engine = ARGV[2], version = e,
     issued = now})
   index('generating', id, deadline)
-  index('admitted', id, e)
+  add('admitted_hist', e, 1)
   tally('issued', 1, 0)
   tally('generating', 1, 0)
   flying, generating = flying + 1, generating + 1

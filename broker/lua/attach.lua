@@ -32,7 +32,7 @@ for _, id in ipairs(load(undone)) do
   if rec.state == 'trained' or rec.state == 'filtered' then
     waited(rec, -1)
     if rec.state == 'trained' then
-      attribute('trained', rec, int(rec.trained_at - rec.oldest), -1)
+      attribute('trained', rec, rec.trained_at - rec.oldest, -1)
     end
     count('groups_rolled_back')
   end

@@ -10,7 +10,7 @@
 --                            holds state, prompt, attempt, worker, engine, version, issued; from its submission on also
 --                            oldest, tokens, total, samples, bytes, sum, submitted, task and, for a file, blob; then
 --                            pulled, step, wait, trained_at
---   generating (zset)        id by lease deadline, ms        admitted (zset)  id by the engine's version at admission
+--   generating (zset)        id by lease deadline, ms        admitted_hist (hash)  of these, how many by version
 --   ready (zset)             id by oldest version            waiting (zset)   id by submission time, ms
 --   waiting:<dimension>:<name> (zsets)  the same by task, engine and worker
 --   leased (zset)            id by pull time, ms             trained (zset)   id by step; retained: those with a payload
@@ -34,7 +34,12 @@ local function hash(key)
   for i = 1, #list, 2 do out[list[i]] = list[i + 1] end
   return out
 end
-local policy = hash(POLICY)
+-- Settings are read when they are asked for: a transition needs a few of them.
+local policy = setmetatable({}, {__index = function(known, name)
+  local value = redis.call('HGET', POLICY, name)
+  known[name] = value
+  return value
+end})
 if not policy.schema then return {'uninitialised'} end
 local function n(name) return tonumber(policy[name]) or 0 end
 local TIME = redis.call('TIME')
@@ -44,7 +49,8 @@ local CAP, CHUNK = 1000, 1000
 
 -- What a transition changes in records, indexes and sums it notes in here; `flush` writes all of it, at the end or before
 -- an index is read again. So a batch costs little more than one group.
-local records, changed, unlinked, indexes, sums, attributed = {}, {}, {}, {}, {}, {}
+local records, changed, unlinked, indexes, sums, lines, attributed = {}, {}, {}, {}, {}, {}, {}
+local GROUP = k('group:')
 
 local function set(name, value)
   policy[name] = value
@@ -61,7 +67,7 @@ end
 local function load(ids)
   for first = 1, #ids, CHUNK do
     local keys = {}
-    for i = first, math.min(first + CHUNK - 1, #ids) do keys[#keys + 1] = k('group:' .. ids[i]) end
+    for i = first, math.min(first + CHUNK - 1, #ids) do keys[i - first + 1] = GROUP .. ids[i] end
     for i, raw in ipairs(redis.call('MGET', unpack(keys))) do
       local id = ids[first + i - 1]
       if records[id] == nil then records[id] = raw and cmsgpack.unpack(raw) end
@@ -97,11 +103,20 @@ local function add(name, at, by)
   of[at] = (of[at] or 0) + by
 end
 local function flush()
-  for _, of in pairs(attributed) do
+  for _, of in ipairs(attributed) do
     for dimension, name in pairs({task = of.task, engine = of.engine, worker = of.worker}) do
-      local where = ':' .. of.kind .. ':' .. dimension .. ':' .. of.at .. ':' .. name
-      add('by_hist', 'g' .. where, of.groups)
-      add('by_hist', 't' .. where, of.tokens)
+      local what = ':' .. of.kind .. ':' .. dimension .. ':'
+      add('by_hist', 'g' .. what .. of.at .. ':' .. name, of.groups)
+      add('by_hist', 't' .. what .. of.at .. ':' .. name, of.tokens)
+      add('by_hist', 's' .. what .. '0:' .. name, of.ms)
+      for bucket, by in pairs(of.waits) do add('by_hist', 'w' .. what .. bucket .. ':' .. name, by) end
+    end
+  end
+  for name, of in pairs(lines) do
+    local between = name == 'ledger' and '_' or ':'
+    for at, both in pairs(of) do
+      add(name, 'g' .. between .. at, both[1])
+      add(name, 't' .. between .. at, both[2])
     end
   end
   for name, of in pairs(sums) do
@@ -118,28 +133,27 @@ local function flush()
   local written = {}
   for id in pairs(changed) do
     if records[id] then
-      written[#written + 1] = k('group:' .. id)
+      written[#written + 1] = GROUP .. id
       written[#written + 1] = cmsgpack.pack(records[id])
     else
-      unlinked[#unlinked + 1] = k('group:' .. id)
+      unlinked[#unlinked + 1] = GROUP .. id
     end
   end
   with_all(written, 'MSET')
   with_all(unlinked, 'UNLINK')
   for name, of in pairs(indexes) do
-    local entering, leaving = {}, {}
+    local entering, leaving, e, l = {}, {}, 0, 0
     for member, score in pairs(of) do
       if score then
-        entering[#entering + 1] = score
-        entering[#entering + 1] = member
+        entering[e + 1], entering[e + 2], e = score, member, e + 2
       else
-        leaving[#leaving + 1] = member
+        leaving[l + 1], l = member, l + 1
       end
     end
     with_all(entering, 'ZADD', k(name))
     with_all(leaving, 'ZREM', k(name))
   end
-  changed, unlinked, indexes, sums, attributed = {}, {}, {}, {}, {}
+  changed, unlinked, indexes, sums, lines, attributed = {}, {}, {}, {}, {}, {}
 end
 local function count(name, by) add('counters', name, tonumber(by or 1)) end
 local function stored_bytes()
@@ -156,45 +170,56 @@ end
 local function event(kind, text)
   capped('events', cjson.encode({time_ms = now, kind = kind, text = text}))
 end
-local function tally(state, groups, tokens)
-  add('ledger', 'g_' .. state, groups)
-  add('ledger', 't_' .. state, tokens)
-end
+-- Groups and tokens of one line of a ledger or histogram.
 local function histogram(name, at, groups, tokens)
-  add(name, 'g:' .. at, groups)
-  add(name, 't:' .. at, tokens)
-end
--- by_hist: what waits (by oldest version) or was trained (by lag), by task, engine and worker.
-local function attribute(kind, rec, at, sign)
-  local who = table.concat({kind, at, rec.task or '', rec.engine, rec.worker}, '\0')
-  local of = attributed[who]
+  local of = lines[name]
   if not of then
-    of = {kind = kind, at = at, task = rec.task or '', engine = rec.engine, worker = rec.worker, groups = 0, tokens = 0}
-    attributed[who] = of
+    of = {}
+    lines[name] = of
   end
-  of.groups = of.groups + sign
-  of.tokens = of.tokens + sign * field(rec, 'tokens')
+  local both = of[at]
+  if not both then
+    of[at] = {groups, tokens}
+    return
+  end
+  both[1], both[2] = both[1] + groups, both[2] + tokens
+end
+local function tally(state, groups, tokens) histogram('ledger', state, groups, tokens) end
+-- by_hist: what waits (by oldest version) or was trained (by lag), by task, engine and worker; the sums of one of each.
+local function by_name(kind, rec, at)
+  local of, task = attributed[#attributed], rec.task or ''
+  if not of or of.worker ~= rec.worker or of.engine ~= rec.engine or of.task ~= task or of.at ~= at or of.kind ~= kind then
+    of = {kind = kind, at = at, task = task, engine = rec.engine, worker = rec.worker, groups = 0, tokens = 0, ms = 0,
+      waits = {}, queues = {'waiting:task:' .. task, 'waiting:engine:' .. rec.engine, 'waiting:worker:' .. rec.worker}}
+    attributed[#attributed + 1] = of
+  end
+  return of
+end
+local function attribute(kind, rec, at, sign)
+  local of = by_name(kind, rec, at)
+  of.groups, of.tokens = of.groups + sign, of.tokens + sign * field(rec, 'tokens')
+  return of
 end
 -- The time in queue of a group that was trained or filtered, in all and by name.
 local function waited(rec, by)
-  local bucket = math.floor(8 * math.log(1 + field(rec, 'wait') / 1000) / math.log(2))
-  add('ledger', 'wait_ms', by * field(rec, 'wait'))
+  local wait = field(rec, 'wait')
+  local bucket = math.floor(8 * math.log(1 + wait / 1000) / math.log(2))
+  add('ledger', 'wait_ms', by * wait)
   add('ledger', 'waits', by)
   add('wait_hist', 'g:' .. bucket, by)
-  for dimension, name in pairs({task = rec.task or '', engine = rec.engine, worker = rec.worker}) do
-    add('by_hist', 's:trained:' .. dimension .. ':0:' .. name, by * field(rec, 'wait'))
-    add('by_hist', 'w:trained:' .. dimension .. ':' .. bucket .. ':' .. name, by)
-  end
+  local of = by_name('trained', rec, rec.trained_at - rec.oldest)
+  of.ms, of.waits[bucket] = of.ms + by * wait, (of.waits[bucket] or 0) + by
 end
 -- A group begins (1) or ends (-1) to wait, in all and by name.
 local function queued(id, rec, sign)
   local since = sign > 0 and rec.submitted or nil
+  index('ready', id, sign > 0 and rec.oldest or nil)
   index('waiting', id, since)
   add('ledger', 'ready_ms', sign * rec.submitted)
-  for dimension, name in pairs({task = rec.task or '', engine = rec.engine, worker = rec.worker}) do
-    index('waiting:' .. dimension .. ':' .. name, id, since)
-    add('by_hist', 's:waiting:' .. dimension .. ':0:' .. name, sign * rec.submitted)
-  end
+  histogram('ready_hist', rec.oldest, sign, sign * field(rec, 'tokens'))
+  local of = attribute('waiting', rec, rec.oldest, sign)
+  of.ms = of.ms + sign * rec.submitted
+  for _, queue in ipairs(of.queues) do index(queue, id, since) end
 end
 
 -- A group leaves the indexes and the tally of its state.
@@ -203,15 +228,12 @@ local function leave(id, rec)
   if state == 'generating' then
     tally(state, -1, 0)
     index('generating', id)
-    index('admitted', id)
+    add('admitted_hist', rec.version, -1)
     return
   end
   tally(state, -1, -tokens)
   if state == 'ready' then
-    index('ready', id)
     queued(id, rec, -1)
-    histogram('ready_hist', rec.oldest, -1, -tokens)
-    attribute('waiting', rec, rec.oldest, -1)
   elseif state == 'leased' then
     index('leased', id)
   else
@@ -226,10 +248,7 @@ local function enter(id, rec, state)
   put(id, rec)
   tally(state, 1, tokens)
   if state == 'ready' then
-    index('ready', id, rec.oldest)
     queued(id, rec, 1)
-    histogram('ready_hist', rec.oldest, 1, tokens)
-    attribute('waiting', rec, rec.oldest, 1)
   elseif state == 'leased' then
     index('leased', id, now)
   else

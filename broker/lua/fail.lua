@@ -1,5 +1,5 @@
 -- fail.lua: a worker gives a group up (it failed) or back (the worker stops).
--- KEYS  1 prefix; touches ledger, group:<id>, generating, admitted, open, reissue, tries, dead, dead_order, counters
+-- KEYS  1 prefix; touches ledger, group:<id>, generating, admitted_hist, open, reissue, tries, dead, dead_order, counters
 -- ARGV  1 group id  2 worker  3 reason  4 tokens  5 mode: try | dead | again (see close in common.lua), or drop: no
 --       gradient, so it is filtered and its prompt done with
 -- returns {1} if the worker held the group, else {0}

@@ -1,5 +1,5 @@
 -- pull.lua: the trainer leases the batch of the next step: earliest deadline first, none beyond the bound (rule P).
--- KEYS  1 prefix; touches policy, ledger, group:<id>, generating, admitted, ready, waiting, leased, ready_hist, counters
+-- KEYS  1 prefix; touches policy, ledger, group:<id>, generating, admitted_hist, ready, waiting, leased, ready_hist, counters
 -- ARGV  1 epoch  2 version  3 groups  4 nonce of the call: a repeated one gets the same batch
 -- returns {"batch", {id, prompt, attempt, oldest, samples, tokens, total, bytes, submitted ms}...}
 --       | {"refused", "starved" | "straggler", detail} | {"version", recorded version} | {"fenced", holder}
@@ -29,9 +29,12 @@ end
 -- A straggler: a deadline D by which more groups are still generating than the steps after this one can train, while
 -- this batch has room for them. Waiting is bounded by straggler_ms; groups whose deadline has passed are not waited for.
 local generating, waits_for = redis.call('ZCARD', k('generating')), nil
-local D = version
+local D, admitted = version, generating > 0 and hash(k('admitted_hist')) or {}
 while not waits_for and generating > (D - version) * B do
-  local late = redis.call('ZCOUNT', k('admitted'), version - max_lag, D - max_lag)
+  local late = 0
+  for at, groups_of in pairs(admitted) do
+    if tonumber(at) >= version - max_lag and tonumber(at) <= D - max_lag then late = late + tonumber(groups_of) end
+  end
   if late > (D - version) * B and redis.call('ZCOUNT', k('ready'), '-inf', D - max_lag) < groups then waits_for = D end
   D = D + 1
 end

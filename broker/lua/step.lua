@@ -32,7 +32,7 @@ for i = 5, 3 + 2 * outcomes, 2 do
     local lag = int(version - rec.oldest)
     lags[lag] = lags[lag] or {0, 0}
     lags[lag][1] = lags[lag][1] + 1
-    attribute('trained', rec, lag, 1)
+    attribute('trained', rec, version - rec.oldest, 1)
   end
 end
 for i = 5 + 2 * outcomes, #ARGV, 2 do

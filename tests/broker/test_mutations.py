@@ -20,7 +20,7 @@ MUTATIONS = {
     # (That `flying >= (max_lag + 1) * B` refuses follows from the deadline, as no engine is ahead of the trainer.)
     "admission behind the deadline": ("admit", "if latest - e > max_lag then", "if latest - e > max_lag + 1 then"),
     "admission past the end": ("admit", "if flying >= left * B then", "if flying > left * B then"),
-    "prompts to issue again come first": ("admit", "redis.call('ZPOPMIN', k('reissue'))[1], 0", "nil, 0"),
+    "prompts to issue again come first": ("admit", "if again > 0 then", "if false then"),
     "stale at submission": ("submit", "local stale = v - oldest > n('max_lag')", "local stale = false"),
     "only the holder submits": (
         "submit",
