@@ -21,18 +21,26 @@ from broker.types import Snapshot
 BLOCKS = "▁▂▃▄▅▆▇█"
 REWARD_POINTS = 40
 PACE_STEPS = 20
+NEWS_S = 30.0  # for so long the view tells what happened last
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What `up` knows of its processes. restarts: (name, how often started again). news: what happened last."""
+    """What `up` knows of its processes. restarts: (name, how often started again). news: what happened last, and how
+    long ago."""
 
     elapsed_s: float
     monitor_url: str
     folder: str
     restarts: tuple[tuple[str, int], ...] = ()
     news: str = ""
+    news_age_s: float = 0.0
     hint: str = "Ctrl-C stops (and the run resumes)"
+
+    @property
+    def recent_news(self) -> str:
+        """What happened last, "" if that was NEWS_S ago or more."""
+        return self.news if self.news_age_s < NEWS_S else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +187,8 @@ def plain_line(view: LiveView) -> str:
         parts.append("ledger closes" if view.closes else "LEDGER OPEN")
         if view.eta_s is not None:
             parts.append(f"{duration(view.eta_s)} left")
-    if view.facts.news:
-        parts.append(view.facts.news)
+    if view.facts.recent_news:
+        parts.append(view.facts.recent_news)
     return "  |  ".join(parts)
 
 
@@ -215,8 +223,8 @@ def screen(view: LiveView) -> Panel:
     if restarts:
         table.add_row("restarted", f"[yellow]{restarts}[/]")
     rows: list[Table | Text] = [table]
-    if view.facts.news:
-        rows.append(Text(view.facts.news, style="yellow"))
+    if view.facts.recent_news:
+        rows.append(Text(view.facts.recent_news, style="yellow"))
     return Panel(
         Rows(*rows),
         title=f"[bold]Lagrange[/]  {view.run}",

@@ -99,7 +99,7 @@ class Session:
         self._roles = {role.name: role for role in roles(plan.config, plan.file)}
         self._histories: dict[str, History] = {}
         self._due: dict[str, float] = {}
-        self._news = ""
+        self._news, self._news_at = "", 0.0
         self._began = time.monotonic()
         self._snapshot: Snapshot | None = None
         self._served: set[str] = set()
@@ -254,7 +254,7 @@ class Session:
         try:
             self._snapshot = self._broker.snapshot()
         except BrokerError as error:
-            self._news = str(error)
+            self._hear(str(error))
             return
         first_port = self._plan.config.engine.port
         for engine in self._snapshot.engines:
@@ -273,11 +273,15 @@ class Session:
             folder=str(self._plan.folder),
             restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
             news=self._news,
+            news_age_s=time.monotonic() - self._news_at,
         )
         return view_of(self._snapshot, self._metrics.series("reward_mean"), facts, self._metrics.series("step_s"))
 
+    def _hear(self, news: str) -> None:
+        self._news, self._news_at = news, time.monotonic()
+
     def _tell(self, news: str) -> None:
-        self._news = news
+        self._hear(news)
         if not self._console.is_terminal:
             self._console.print(news, soft_wrap=True, markup=False, highlight=False)
 

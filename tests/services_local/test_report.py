@@ -17,7 +17,7 @@ from rich.console import Console
 from broker.types import EngineRecord, EngineState, LagCount, Snapshot, Tally
 from configs import ConfigError, load_config
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, nice_ticks
-from services.local.live import ProcessFacts, condensed, plain_line, remaining_s, screen, sparkline, view_of
+from services.local.live import NEWS_S, ProcessFacts, condensed, plain_line, remaining_s, screen, sparkline, view_of
 from services.local.metrics import MetricsTail, parse
 from services.local.report import by_lag, draw_report, page, sat_verdict, write_report
 
@@ -175,6 +175,13 @@ def test_the_time_left_follows_the_pace_of_late_and_not_the_start_of_the_engine(
 def test_the_terminal_view_exists_before_redis_answers() -> None:
     assert "no step yet" in shown(None)
     assert "starting" in plain_line(view_of(None, [], FACTS))
+
+
+def test_news_is_told_while_it_is_new_and_not_for_the_rest_of_the_run() -> None:
+    told = replace(FACTS, news="worker-1 ended")
+    for facts, there in ((told, True), (replace(told, news_age_s=NEWS_S), False)):
+        assert ("worker-1 ended" in shown(snapshot(), facts)) is there
+        assert ("worker-1 ended" in plain_line(view_of(snapshot(), [0.5], facts))) is there
 
 
 def test_the_plain_line_holds_the_same_facts_and_the_news() -> None:
