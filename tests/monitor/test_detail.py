@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from broker.queue import Broker
 from broker.types import Refused
 from services.monitor import detail, views
 from services.monitor.detail import SHOWN, trained_wait_seconds, waiting_seconds
 from services.monitor.diagnosis import diagnose
 from services.monitor.metrics import samples
+from tests.conftest import ConfigFactory
 from tests.monitor.conftest import Run
+from tests.trainer.sim import MemoryCheckpoints, World, trainer_of
 
 
 def test_staleness_is_told_by_task_engine_and_worker(run: Run) -> None:
@@ -112,6 +115,23 @@ def test_a_percentile_of_the_time_in_queue_is_the_one_of_the_groups_themselves(r
     assert 0 <= found.p95 - 19 < 5
     assert 0 <= found.max - 20 < 5
     assert found.max - found.p50 == pytest.approx(10)
+
+
+def test_the_table_of_lags_counts_as_trained_what_the_ledger_does(redis_url: str, make_config: ConfigFactory) -> None:
+    config = make_config(**{"run.steps": 4, "trainer.groups_per_step": 4})
+    broker = Broker.connect(redis_url, config.run.id, timeout_s=5)
+    broker.initialise(config)
+    world = World(config, broker)
+    world.reward = lambda prompt, answer: float(world.random.random()) if prompt % 2 else 0.5
+    trainer_of(config, broker, world, MemoryCheckpoints()).run()
+    answer = views.staleness(broker.snapshot(SHOWN, names=True))
+    broker.close()
+    assert 0 < answer.groups.trained < 16
+    assert answer.groups.filtered > 0
+    by_worker = answer.by_worker["w"].trained.by_lag
+    for table in (answer.trained.by_lag, by_worker):
+        assert sum(b.groups for b in table) == answer.groups.trained
+        assert sum(b.tokens for b in table) == answer.tokens.trained
 
 
 def test_events_are_of_the_same_snapshot_and_newest_first(run: Run) -> None:
