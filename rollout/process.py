@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rollout.command import Launch
 
-STOP_S = 2.5
+STOP_S = 1.5
 KEPT_LINES = 60
 LOG_BYTES = 64 << 20  # then the log becomes <name>.1 and a new one begins
 
@@ -25,8 +25,15 @@ LOG_BYTES = 64 << 20  # then the log becomes <name>.1 and a new one begins
 class ServerProcess:
     """A running server; make it with `start`. lines: the end of its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path, secret: str | None) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        output: tuple[asyncio.StreamReader, asyncio.ReadTransport],
+        log: Path,
+        secret: str | None,
+    ) -> None:
         self._process, self._log, self._secret = process, log, secret
+        self._stream, self._output = output
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._pump = asyncio.create_task(self._forward())
 
@@ -34,19 +41,26 @@ class ServerProcess:
     async def start(cls, launch: Launch, log: Path, secret: str | None) -> ServerProcess:
         """Start it; output goes to `log`, without `secret`. Raises OSError if no process can be made."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-IS",
-            str(Path(__file__).with_name("guard.py")),
-            *launch.argv,
-            env=launch.environment,
-            stdin=asyncio.subprocess.PIPE,  # never written to; it closes when this process ends
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            limit=1 << 20,
-        )
-        return cls(process, log, secret)
+        read, write = os.pipe()  # of our own: asyncio's stays open as long as anybody holds the other end
+        output = await _reader(read)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-IS",
+                str(Path(__file__).with_name("guard.py")),
+                *launch.argv,
+                env=launch.environment,
+                stdin=asyncio.subprocess.PIPE,  # never written to; it closes when this process ends
+                stdout=write,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError:
+            output[1].close()
+            raise
+        finally:
+            os.close(write)
+        return cls(process, output, log, secret)
 
     @property
     def pid(self) -> int:
@@ -75,18 +89,19 @@ class ServerProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), 1.0)
         self._pump.cancel()
+        self._output.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await asyncio.sleep(0)  # the pipes close in the loop's next round, which may be its last
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     async def _forward(self) -> None:
-        stream = self._process.stdout
-        if stream is None:
-            return
         while True:
             try:
-                raw = await stream.readline()
+                raw = await self._stream.readline()
             except ValueError:  # a line beyond the limit: asyncio has dropped it
                 continue
             if not raw:
@@ -103,3 +118,13 @@ class ServerProcess:
             self._log.replace(self._log.with_name(f"{self._log.name}.1"))
         with self._log.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+async def _reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
+    """Read a pipe; close the transport."""
+    stream = asyncio.StreamReader(limit=1 << 20)
+    pipe = os.fdopen(descriptor, "rb", buffering=0)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
+    )
+    return stream, transport

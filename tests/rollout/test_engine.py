@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -200,6 +201,21 @@ async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     await server.stop()
     assert time.monotonic() - began < 5
     assert server.exit_code == -signal.SIGKILL
+
+
+def test_the_end_is_quiet_although_a_stranger_holds_the_servers_output(tmp_path: Path) -> None:
+    code = "import subprocess, time; p = subprocess.Popen(['sleep', '60'], start_new_session=True);"
+    code += "print(p.pid, flush=True); time.sleep(600)"
+
+    async def live() -> int:
+        server = await ServerProcess.start(python(code), tmp_path / "log", None)
+        await until(lambda: bool(server.lines))
+        await server.stop()
+        return int(server.lines[0])
+
+    stranger = asyncio.run(live())
+    gc.collect()  # a pipe that is still open complains here that its event loop is closed, and fails the test
+    os.kill(stranger, signal.SIGKILL)
 
 
 async def test_an_interpreter_that_cannot_be_run_ends_with_127(tmp_path: Path) -> None:
