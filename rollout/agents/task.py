@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from rollout.tasks.data_set import DataSetTask, load_function
+from rollout.tasks.parameters import Positive, Seconds
 from rollout.tasks.types import NoReward, Prompt, Response
 
 
@@ -22,15 +23,13 @@ class AgentRows(DataSetTask):
         seed: int,
         function: str,
         name: str = "agent-jsonl",
-        timeout_s: float = 600.0,
-        calls: int = 32,
+        timeout_s: Seconds = 600.0,
+        calls: Positive = 32,
         **parameters: Any,
     ) -> None:
         self._agent = load_function(function)
         if not inspect.iscoroutinefunction(self._agent):
             raise ValueError(f"function: {function!r} is not declared by `async def`")
-        if timeout_s <= 0 or calls < 1:
-            raise ValueError(f"timeout_s is {timeout_s} and calls is {calls}, expected more than 0 and at least 1")
         self.agent_timeout_s, self.agent_calls = float(timeout_s), int(calls)
         super().__init__(seed, name, **parameters)
 

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 
 from rollout.environments.types import Environment, Step
+from rollout.tasks.parameters import Positive
 from rollout.tasks.types import Prompt, Response
 
 
@@ -34,7 +35,7 @@ class GuessNumber:
     """`guess-number`: a digit is guessed in at most `turns` turns; the answers are "higher" (>) and "lower" (<)."""
 
     seed: int
-    turns: int = 4
+    turns: Positive = 4
     name: str = "guess-number"
 
     def prompt(self, index: int) -> Prompt:
@@ -73,7 +74,7 @@ class Calculator:
     """`calculator`: "37<" asks for the sum of two digits; a turn "=" calls a tool that says it, the next repeats it."""
 
     seed: int
-    turns: int = 2
+    turns: Positive = 2
     name: str = "calculator"
 
     def prompt(self, index: int) -> Prompt:

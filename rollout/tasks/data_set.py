@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from rollout.rewards.programs import Limits, run_program
 from rollout.rewards.service import Service
 from rollout.tasks.answers import extract, math_verifier, same_choice, same_mathematics, same_text
+from rollout.tasks.parameters import Positive, Seconds, check_parameters
 from rollout.tasks.source import BOXED, Source, SourceSettings
 from rollout.tasks.types import NoReward, Prompt, Response
 
@@ -35,6 +36,7 @@ class DataSetTask(ABC):
         unknown = set(shared) - SHARED
         if unknown:
             raise TypeError(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join(sorted(SHARED))}")
+        check_parameters(SourceSettings, shared)
         self.name = name
         self.source = Source.of(SourceSettings(**shared), seed, self.extra_fields)
 
@@ -68,7 +70,7 @@ class MultipleChoice(DataSetTask):
         "instruction": 'Answer with the letter of the right choice alone, in the form "Answer: X".'
     }
 
-    def __init__(self, seed: int, name: str = "choice-jsonl", choices: int = 26, **parameters: Any) -> None:
+    def __init__(self, seed: int, name: str = "choice-jsonl", choices: Positive = 26, **parameters: Any) -> None:
         self._choices = choices
         super().__init__(seed, name, **parameters)
 
@@ -121,8 +123,8 @@ class Programs(DataSetTask):
         self,
         seed: int,
         name: str = "code-jsonl",
-        timeout_s: float = 2.0,
-        memory_mb: int = 512,
+        timeout_s: Seconds = 2.0,
+        memory_mb: Positive = 512,
         partial: bool = False,
         **parameters: Any,
     ) -> None:
@@ -158,10 +160,10 @@ class ServiceTask(DataSetTask):
         seed: int,
         url: str,
         name: str = "service-jsonl",
-        timeout_s: float = 30.0,
-        tries: int = 3,
-        batch: int = 64,
-        in_flight: int = 4,
+        timeout_s: Seconds = 30.0,
+        tries: Positive = 3,
+        batch: Positive = 64,
+        in_flight: Positive = 4,
         token_variable: str = "LAGRANGE_REWARD_TOKEN",
         **parameters: Any,
     ) -> None:

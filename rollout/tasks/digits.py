@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from rollout.tasks.types import Prompt, Response
+
+Digits = Annotated[int, Field(ge=1, le=64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +21,8 @@ class MaxDigit:
     """`max-digit`: "371>" is to be answered by the largest digit, "7". Reward: 1 for that, 1/2 if text follows it."""
 
     seed: int
-    digits: int = 3
+    digits: Digits = 3
     name: str = "max-digit"
-
-    def __post_init__(self) -> None:
-        _check_digits(self.digits)
 
     def prompt(self, index: int) -> Prompt:
         """Random digits and ">"."""
@@ -37,11 +39,8 @@ class Reverse:
     """`reverse`: "371<" is to be answered by the digits in reverse, "173". Reward: share of places that are right."""
 
     seed: int
-    digits: int = 3
+    digits: Digits = 3
     name: str = "reverse"
-
-    def __post_init__(self) -> None:
-        _check_digits(self.digits)
 
     def prompt(self, index: int) -> Prompt:
         """Random digits and "<"."""
@@ -58,11 +57,8 @@ class Copy:
     """`copy`: "371=" is to be answered by the same digits, "371". Reward: share of the places that are right."""
 
     seed: int
-    digits: int = 3
+    digits: Digits = 3
     name: str = "copy"
-
-    def __post_init__(self) -> None:
-        _check_digits(self.digits)
 
     def prompt(self, index: int) -> Prompt:
         """Random digits and "="."""
@@ -88,8 +84,3 @@ def _digits(name: str, seed: int, index: int, count: int) -> str:
     # A source of its own for each prompt: any worker can make any prompt without the ones before it.
     source = random.Random(f"{name}/{seed}/{index}")
     return "".join(source.choice("0123456789") for _ in range(count))
-
-
-def _check_digits(digits: int) -> None:
-    if not isinstance(digits, int) or not 1 <= digits <= 64:
-        raise ValueError(f"digits is {digits!r}, expected 1 to 64")

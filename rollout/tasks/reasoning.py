@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout.tasks.answers import extract, optional_module
+from rollout.tasks.parameters import Positive
 from rollout.tasks.source import with_instruction
 from rollout.tasks.types import Prompt, Response
 
@@ -31,7 +32,7 @@ class ReasoningGym:
         generator: str,
         name: str = "reasoning-gym",
         parameters: Mapping[str, Any] | None = None,
-        size: int = SIZE,
+        size: Positive = SIZE,
         chat: bool = True,
         instruction: str = INSTRUCTION,
         system: str = "",

@@ -14,6 +14,7 @@ from typing import Any
 
 from configs.load import ConfigError
 from rollout.tasks.digits import Copy, MaxDigit, Reverse
+from rollout.tasks.parameters import check_parameters
 from rollout.tasks.types import Task
 
 ENTRY_POINTS = "lagrange.tasks"
@@ -24,6 +25,7 @@ def _lazy(module: str, attribute: str, /, **fixed: Any) -> Callable[..., Task]:
 
     def make(**parameters: Any) -> Task:
         factory: Callable[..., Task] = getattr(import_module(module), attribute)
+        check_parameters(factory, parameters)
         return partial(factory, **fixed)(**parameters)
 
     return make
@@ -65,6 +67,7 @@ def make_task(name: str, seed: int, parameters: Mapping[str, Any] | None = None)
     """
     factory = BUILT_IN.get(name) or _installed(name)
     try:
+        check_parameters(factory, parameters or {})
         task = factory(seed=seed, **(parameters or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(

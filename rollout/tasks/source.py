@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
 from rollout.datasets import BadRow, Mixture, Rows, read_rows, row_of
 from rollout.datasets.rows import Malformed
 from rollout.datasets.rows import field as value_at
 from rollout.tasks.answers import check_reference
+from rollout.tasks.parameters import Positive, Share
 from rollout.tasks.types import Message, Prompt
 
 # Names of prompt and answer as the data sets of the field are published; the first that a row has counts.
@@ -35,23 +39,33 @@ class Row:
     pass_rate: float | None
 
 
+class OneSource(TypedDict, total=False):
+    """One of several files. weight: its share of the prompts, in any unit; by default its number of rows."""
+
+    path: str
+    name: str
+    weight: Annotated[float, Field(gt=0)]
+    prompt_field: str | None
+    answer_field: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class SourceSettings:
     """Parameters that all data-set tasks share; docs/add-a-task.md has one line on each."""
 
     path: str = ""
-    sources: Sequence[Mapping[str, Any]] = ()
+    sources: Sequence[OneSource] = ()
     prompt_field: str | None = None
     answer_field: str | None = None
     instruction: str = ""
     system: str = ""
     chat: bool = True
     order: Order = "shuffled"
-    epochs: int | None = None
+    epochs: Positive | None = None
     malformed: Malformed = "error"
     pass_rate_field: str | None = None
-    pass_rate: Sequence[float] = (0.0, 1.0)
-    limit: int | None = None
+    pass_rate: tuple[Share, Share] = (0.0, 1.0)
+    limit: Positive | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,8 @@ class Source:
         if settings.order == "easy-first" and not settings.pass_rate_field:
             raise ValueError("order: easy-first needs pass_rate_field, the row's field with its pass rate")
         files, names, weights = [], [], []
-        for one in settings.sources or ({"path": settings.path},):
+        alone: OneSource = {"path": settings.path}
+        for one in settings.sources or (alone,):
             unknown = set(one) - {"path", "name", "weight", "prompt_field", "answer_field"}
             if unknown or "path" not in one:
                 raise ValueError(f"a source has path, name, weight, prompt_field and answer_field, not {dict(one)}")

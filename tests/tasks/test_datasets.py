@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.datasets import BadRow, Mixture, row_of
-from rollout.tasks.source import Source, SourceSettings
+from rollout.tasks.source import OneSource, Source, SourceSettings
 
 GOOD = {"question": "1+1?", "answer": "2"}
 
@@ -58,7 +58,7 @@ def test_malformed_rows_are_skipped_and_counted_when_told_to(tmp_path: Path, bad
 
 
 def test_sources_are_mixed_and_named(tmp_path: Path) -> None:
-    sources = [
+    sources: list[OneSource] = [
         {"path": str(write(tmp_path / f"{name}.jsonl", [{"problem": name, "answer": "1"}] * 3)), "weight": weight}
         for name, weight in (("algebra", 3), ("geometry", 1))
     ]
