@@ -15,7 +15,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
-RouteArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+RouteArray = npt.NDArray[np.uint8 | np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ def check_trajectory(t: Trajectory) -> None:
     for name, array in (("log_probs", t.log_probs), ("loss_mask", t.loss_mask)):
         if len(array) != n:
             raise InvalidTrajectory(f"{name} has {len(array)} entries for {n} response tokens")
-    if not math.isfinite(t.reward):
-        raise InvalidTrajectory(f"reward is {t.reward}")
+    if isinstance(t.reward, bool) or not math.isfinite(t.reward):
+        raise InvalidTrajectory(f"reward is {t.reward}, expected a finite number")
     at, last = 0, -1
     for run in t.versions:
         if run.start != at or run.length < 1 or run.version < 0 or run.version < last:

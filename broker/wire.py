@@ -4,9 +4,10 @@ Invariant: `decode(encode(group), run)` equals the group bit for bit, without co
 missing byte, other schema or other run is an error that says which. Never pickle.
 
 Layout, little-endian: magic "LGRG" | schema u16 | codec u8 | 0 u8 | header bytes u32 | body bytes u64 (as stored) |
-xxh3-64 u64 of all other bytes | header (msgpack) | padding to 16 | body. The header holds all names and
-numbers, and (offset, length) of each array in the body; arrays start at multiples of 16. Codecs: 0 raw; 1 zstd of
-the body, if the package `zstandard` is installed.
+xxh3-64 u64 of all other bytes | header | padding to 16 | body. The header is the `Group` itself in msgpack, with an
+`ArrayInfo` for each array, which lies in the body at a multiple of 16. A field that is added to a group or trajectory
+has a default: releases that do not know it pass it over, and one that does reads what they wrote. Codecs: 0 raw; 1 zstd
+of the body, if the package `zstandard` is installed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import xxhash
 
 from broker.commands import Payload
 from broker.errors import CorruptPayload, SchemaMismatch, WrongRun
-from broker.types import BoolArray, Float32Array, Group, Int32Array, RouteArray, Trajectory, VersionRun
+from broker.types import Group
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAGIC = b"LGRG"
 Codec = Literal["raw", "zstd"]
 _CODECS: dict[Codec, int] = {"raw": 0, "zstd": 1}
@@ -51,36 +52,6 @@ class ArrayInfo(msgspec.Struct, array_like=True, frozen=True):
     offset: int
 
 
-class TrajectoryInfo(msgspec.Struct, array_like=True, frozen=True):
-    """A trajectory without its arrays."""
-
-    prompt_ids: ArrayInfo
-    response_ids: ArrayInfo
-    log_probs: ArrayInfo
-    loss_mask: ArrayInfo
-    routes: ArrayInfo | None
-    versions: tuple[tuple[int, int, int], ...]
-    reward: float
-    finish: str
-
-
-class GroupInfo(msgspec.Struct, array_like=True, frozen=True):
-    """The header: a group without its arrays. A field that is added goes last and has a default: releases that do not
-    know it pass it over, and one that does reads what they wrote."""
-
-    run: str
-    group_id: int
-    prompt_index: int
-    attempt: int
-    task: str
-    worker: str
-    engine: str
-    samples_wanted: int
-    generation_seconds: float
-    trajectories: tuple[TrajectoryInfo, ...]
-    trace: str = ""
-
-
 def encode(group: Group, codec: Codec = "raw") -> bytes:
     """Bytes of a group (one copy of its arrays)."""
     return pieces(group, codec).joined()
@@ -91,8 +62,10 @@ def pieces(group: Group, codec: Codec = "raw") -> Payload:
     parts: list[Any] = []
     at = 0
 
-    def place(array: npt.NDArray[Any]) -> ArrayInfo:
+    def place(array: npt.NDArray[Any] | np.generic) -> object:
         nonlocal at
+        if isinstance(array, np.generic):
+            return array.item()  # a reward, say
         name = _NAMES[array.dtype]
         little = np.ascontiguousarray(array, _DTYPES[name])
         info = ArrayInfo(name, little.shape, at)
@@ -104,32 +77,7 @@ def pieces(group: Group, codec: Codec = "raw") -> Payload:
         at += little.nbytes + padding
         return info
 
-    info = GroupInfo(
-        group.run,
-        group.group_id,
-        group.prompt_index,
-        group.attempt,
-        group.task,
-        group.worker,
-        group.engine,
-        group.samples_wanted,
-        group.generation_seconds,
-        tuple(
-            TrajectoryInfo(
-                place(t.prompt_ids),
-                place(t.response_ids),
-                place(t.log_probs),
-                place(t.loss_mask),
-                None if t.routes is None else place(t.routes),
-                tuple((r.start, r.length, r.version) for r in t.versions),
-                float(t.reward),
-                t.finish,
-            )
-            for t in group.trajectories
-        ),
-        group.trace,
-    )
-    header = msgspec.msgpack.encode(info)
+    header = msgspec.msgpack.encode(group, enc_hook=place)
     if codec == "zstd":
         parts = [_zstd().ZstdCompressor(level=1).compress(b"".join(parts))]
     head = _HEAD.pack(MAGIC, SCHEMA_VERSION, _CODECS[codec], 0, len(header), sum(len(part) for part in parts))
@@ -183,52 +131,23 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
             raise CorruptPayload(group_id, f"cannot be decompressed: {error}") from error
     elif codec != _CODECS["raw"]:
         raise SchemaMismatch(f"payload of group {group_id} has codec {codec}, which this program does not know")
+
+    def array(_: type, found: Any) -> npt.NDArray[Any]:
+        info = msgspec.convert(found, ArrayInfo)
+        if info.offset < 0 or any(length < 0 for length in info.shape):  # numpy takes -1 for "as many as there are"
+            raise ValueError(f"an array of shape {info.shape} at {info.offset}")
+        dtype = _DTYPES[info.dtype]
+        return np.ndarray(info.shape, dtype, body, info.offset) if all(info.shape) else np.empty(info.shape, dtype)
+
     try:
-        info = msgspec.msgpack.decode(view[_FIXED : _FIXED + header_size], type=GroupInfo)
-        if info.run != run:
-            raise WrongRun(f"payload of group {info.group_id} belongs to run {info.run!r}, this is {run!r}")
-        if group_id >= 0 and info.group_id != group_id:
-            raise CorruptPayload(group_id, f"it holds group {info.group_id}")
-        return _assemble(info, body)
+        group = msgspec.msgpack.decode(view[_FIXED : _FIXED + header_size], type=Group, dec_hook=array)
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise CorruptPayload(group_id, f"malformed: {error}") from error
-
-
-def _assemble(info: GroupInfo, body: memoryview | bytes) -> Group:
-    def array(a: ArrayInfo) -> npt.NDArray[Any]:
-        if min(a.offset, *a.shape) < 0:  # numpy takes -1 for "as many as there are"
-            raise ValueError(f"an array of shape {a.shape} at {a.offset}")
-        return np.ndarray(a.shape, _DTYPES[a.dtype], body, a.offset) if all(a.shape) else _empty(a)
-
-    return Group(
-        info.run,
-        info.group_id,
-        info.prompt_index,
-        info.attempt,
-        info.task,
-        info.worker,
-        info.engine,
-        info.samples_wanted,
-        info.generation_seconds,
-        tuple(
-            Trajectory(
-                cast(Int32Array, array(t.prompt_ids)),
-                cast(Int32Array, array(t.response_ids)),
-                cast(Float32Array, array(t.log_probs)),
-                cast(BoolArray, array(t.loss_mask)),
-                tuple(VersionRun(*r) for r in t.versions),
-                t.reward,
-                t.finish,
-                None if t.routes is None else cast(RouteArray, array(t.routes)),
-            )
-            for t in info.trajectories
-        ),
-        info.trace,
-    )
-
-
-def _empty(a: ArrayInfo) -> npt.NDArray[Any]:
-    return np.empty(a.shape, _DTYPES[a.dtype])
+    if group.run != run:
+        raise WrongRun(f"payload of group {group.group_id} belongs to run {group.run!r}, this is {run!r}")
+    if group_id >= 0 and group.group_id != group_id:
+        raise CorruptPayload(group_id, f"it holds group {group.group_id}")
+    return group
 
 
 def _zstd() -> Any:

@@ -239,7 +239,7 @@ async def test_leases_are_renewed_while_a_generation_lasts_and_a_lost_one_is_aba
     run.broker.initialise(config)
     worker = make_worker(config, run.broker, folder)
     async with working(worker):
-        await until(lambda: run.broker.snapshot().groups.generating == 1)
+        await until(lambda: bool(worker._held))
         held = next(iter(worker._held))
         end = time.monotonic() + 2.6  # longer than the lease
         await until(lambda: time.monotonic() > end)
