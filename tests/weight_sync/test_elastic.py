@@ -237,6 +237,8 @@ async def test_training_goes_on_while_engines_and_workers_join_leave_and_die(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
+# What is killed in this process leaves its sockets open, as no real process can.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("pause", ["drain", "abort"])
 async def test_fifty_joins_leaves_and_kills(w: World, tmp_path: Path, pause: str) -> None:
     await changes(w, tmp_path, 50, pause, seed=7)
