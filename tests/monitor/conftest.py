@@ -79,6 +79,8 @@ class Run:
             "lag_mean": 0.0,
             "wait_s": 0.6,
             "step_s": 1.0,
+            "groups": len(batch),
+            "groups_filtered": 0,
             "by_lag": {"0": {"tokens": 1}},
         }
         self.broker.step(self.epoch, self.version, [Outcome(d.group_id) for d in batch], lags, metrics)
