@@ -15,7 +15,6 @@ from configs.schema import RunConfig
 GIB = 1024**3
 TASK_NAME = re.compile(r"^[a-z0-9]+(-[a-z0-9]+)*$")
 
-
 QWEN3_30B_A3B = ModelSizes(
     layers=48,
     hidden=2048,
@@ -72,6 +71,7 @@ def errors(config: RunConfig) -> list[str]:
 def warnings(config: RunConfig) -> list[str]:
     """What runs but wastes work or does not do what its name promises: one message each."""
     found = []
+    sizes = sizes_of(config)
     interval, bound = config.weights.publish_interval, config.lag.max
     slots = config.rollout.workers * config.rollout.concurrent_groups
     limit = (bound + 1) * config.trainer.groups_per_step
@@ -102,17 +102,17 @@ def warnings(config: RunConfig) -> list[str]:
             "sat-gspo with radii below 0.01 never changes a gradient once the gate is above them. Set "
             "trainer.loss.clip_low and clip_high to 0.2."
         )
-    if config.trainer.routing_replay == "off" and sizes_of(config) is not None:
+    if config.trainer.routing_replay == "off" and sizes is not None:
         found.append(
             "trainer.routing_replay is off for a mixture of experts: trainer and engine may choose different experts "
             "for the same token, which shows as policy lag where there is none. Set it to required."
         )
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
+        how = "are not known" if sizes is None else "were taken from its name"
         found.append(
-            f"model.path: {config.model.path} is not on this machine, so its sizes were taken from its name. It has to "
-            "be there before `lagrange up`."
+            f"model.path: {config.model.path} is not on this machine, so its sizes {how}. It has to be there before "
+            "`lagrange up`."
         )
-    sizes = sizes_of(config)
     e = None if sizes is None else estimate(config, sizes)
     if e is not None and e.queue_limit < e.queue_bytes / 2:
         field = "max_memory_mb" if config.redis.payloads == "redis" else "payload_limit_mb"

@@ -64,15 +64,15 @@ def test_memory_of_the_papers_setting_fits_its_devices_and_scales_with_the_bound
 
 
 def test_queue_memory_counts_prompts_routes_and_what_is_kept_until_the_checkpoint() -> None:
-    config = local(**{"rollout.max_new_tokens": 100, "trainer.checkpoint.interval_steps": 3, "lag.max": 1})
-    prompt = local(**{**{"rollout.max_new_tokens": 100, "lag.max": 1}, "trainer.retention": "prompt"})
+    config = local(**{"rollout.max_new_tokens": 500, "trainer.checkpoint.interval_steps": 3, "lag.max": 1})
+    prompt = local(**{**{"rollout.max_new_tokens": 500, "lag.max": 1}, "trainer.retention": "prompt"})
     sizes = sizes_of(config)
     assert sizes is not None
     assert route_bytes_per_token(sizes) == 4
     found, freed = estimate(config, sizes), estimate(prompt, sizes)
     samples = 16 * 16
-    stored = len(encode(group_of(samples, prompt=7, response=100, routes=(2, 2)))) * 5
-    predicted = found.queue_bytes + found.kept_bytes + 7 * found.bytes_per_prompt_token
+    stored = len(encode(group_of(samples, prompt=11, response=500, routes=(2, 2)))) * 5
+    predicted = found.queue_bytes + found.kept_bytes + 11 * found.bytes_per_prompt_token
     assert predicted == pytest.approx(stored, rel=0.1)  # the header, and padding to 16 bytes
     assert (freed.queue_bytes, freed.kept_bytes) == (found.queue_bytes, 0)
     said = dict(meaning(config))
