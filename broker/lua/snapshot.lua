@@ -25,17 +25,17 @@ for _, name in ipairs({'ledger', 'ready_hist', 'lag_hist', 'counters', 'engines'
 end
 local limit = tonumber(ARGV[1])
 if limit > 0 then
-  out[#out + 1] = ARGV[2] == '1' and redis.call('HGETALL', k('by_hist')) or {}
+  local by = ARGV[2] == '1' and redis.call('HGETALL', k('by_hist')) or {}
+  out[#out + 1] = by
   out[#out + 1] = redis.call('HGETALL', k('wait_hist'))
   out[#out + 1] = redis.call('LRANGE', k('events'), 0, limit - 1)
   local prompts = redis.call('ZREVRANGE', k('dead_order'), 0, limit - 1)
   out[#out + 1] = #prompts > 0 and redis.call('HMGET', k('dead'), unpack(prompts)) or {}
   out[#out + 1] = redis.call('LRANGE', k('evaluations'), 0, limit - 1)
   out[#out + 1] = {waiting('', '')}
-  if ARGV[2] == '1' then
-    for _, field in ipairs(redis.call('HKEYS', k('by_hist'))) do
-      local dimension, name = string.match(field, '^s:waiting:(%a+):0:(.*)$')
-      if dimension then table.insert(out[#out], waiting(dimension, name)) end
+  for i = 1, #by, 2 do
+    if string.sub(by[i], 1, 10) == 's:waiting:' then
+      table.insert(out[#out], waiting(string.match(by[i], '^(%a+):0:(.*)$', 11)))
     end
   end
 end

@@ -8,11 +8,12 @@ import httpx
 import pytest
 
 from services.monitor.app import create_app
-from services.monitor.detail import FEW
+from services.monitor.detail import SHOWN
 from services.monitor.source import Source
 from tests.monitor.conftest import Run
 
 GROUPS, WORKERS, LAGS = 10_000, 16, 9
+BUCKETS = 64  # of the time in queue: from nothing to four minutes
 PATHS = ("/v1/staleness", "/v1/queue", "/v1/diagnosis", "/v1/events", "/v1/overview", "/metrics")
 
 
@@ -30,17 +31,23 @@ def put(run: Run, groups: int) -> None:
 
 @pytest.fixture
 def full(run: Run) -> Run:
-    """10,000 waiting groups of 16 workers at nine lags, 1000 events and as many steps."""
+    """10,000 waiting groups of 16 workers at nine lags and after any time, 1000 events and as many steps."""
     put(run, GROUPS)
     client, key = run.broker._connection.client, run.broker._keys.named
     now = run.broker.server_time_ms()
     with client.pipeline(transaction=False) as pipe:
         for worker in range(WORKERS):
             pipe.hset(key("workers"), f"worker-{worker}", f'{{"heartbeat_ms": {now}, "groups": 3}}')
+            name = f"worker:{{}}:worker-{worker}"
+            mine = range(worker, GROUPS, WORKERS)
+            pipe.zadd(key(f"waiting:worker:worker-{worker}"), {str(i): now - i for i in mine})
+            pipe.hset(key("by_hist"), f"s:waiting:{name.format(0)}", sum(now - i for i in mine))
+            for bucket in range(BUCKETS):
+                pipe.hset(key("by_hist"), f"w:trained:{name.format(bucket)}", 1)
             for lag in range(LAGS):
                 for what in ("waiting", "trained"):
-                    pipe.hset(key("by_hist"), f"g:{what}:worker:{lag}:worker-{worker}", GROUPS // WORKERS // LAGS)
-                    pipe.hset(key("by_hist"), f"t:{what}:worker:{lag}:worker-{worker}", 1000)
+                    pipe.hset(key("by_hist"), f"g:{what}:{name.format(lag)}", GROUPS // WORKERS // LAGS)
+                    pipe.hset(key("by_hist"), f"t:{what}:{name.format(lag)}", 1000)
         for index in range(1000):
             pipe.lpush(key("events"), f'{{"time_ms": {now}, "kind": "engine", "text": "engine-{index} is serving"}}')
             pipe.lpush(key("metrics"), f'{{"step": {index + 1}, "reward_mean": 0.5, "wait_s": 0.1, "step_s": 1.0}}')
@@ -78,7 +85,7 @@ async def test_an_answer_takes_at_most_20_ms(full: Run, path: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_scrape_costs_redis_less_than_two_milliseconds_of_its_time(full: Run) -> None:
+def test_a_scrape_costs_redis_less_than_five_milliseconds_of_its_time(full: Run) -> None:
     """Redis is single-threaded: a scrape delays training by what it takes, at most ten times a second."""
     client = full.broker._connection.client
 
@@ -86,9 +93,9 @@ def test_a_scrape_costs_redis_less_than_two_milliseconds_of_its_time(full: Run) 
         facts = client.info("cpu")
         return float(facts["used_cpu_user_main_thread"]) + float(facts["used_cpu_sys_main_thread"])
 
-    full.broker.snapshot(FEW)
+    full.broker.snapshot(SHOWN, names=True)
     before = used()
     for _ in range(200):
-        full.broker.snapshot(FEW)
+        full.broker.snapshot(SHOWN, names=True)
     each = (used() - before) / 200
-    assert each < 0.002, f"{1000 * each:.2f} ms"
+    assert each < 0.005, f"{1000 * each:.2f} ms"
