@@ -94,8 +94,8 @@ class Arrivals:
 
 
 def _extended(have: list[Any], given: Sequence[Any], total: int) -> list[Any]:
-    if len(given) == total and list(given[: len(have)]) == have:
-        return list(given)
+    if len(given) >= total and list(given[: len(have)]) == have:
+        return list(given[:total])  # the lists may have grown since the count beside them was taken
     if len(given) == total - len(have):
         return [*have, *given]
     raise ValueError(f"{len(given)} entries of {total} do not go on after {len(have)}")

@@ -321,6 +321,18 @@ def test_messages_add_up_in_either_form(cuts: list[int], cumulative: bool, ended
     assert made["meta_info"]["finish_reason"]["type"] == ("length" if ended else "abort")
 
 
+def test_what_a_message_says_beyond_its_count_waits_for_the_next() -> None:
+    """In the cumulative form SGLang hands out its own growing lists, which may be ahead of the count beside them."""
+    arrivals = Arrivals(1)
+    arrivals.add(message([3, 4], 2))
+    ahead = json.loads(message([3, 4, 5, 6, 7], 5).removeprefix("data: "))
+    ahead["meta_info"]["completion_tokens"] = 4
+    arrivals.add("data: " + json.dumps(ahead))
+    made = arrivals.samples[0].answer()
+    assert made is not None
+    assert made["output_ids"] == [3, 4, 5, 6] == [entry[1] for entry in made["meta_info"]["output_token_logprobs"]]
+
+
 @pytest.mark.parametrize(
     "line",
     [
