@@ -39,6 +39,7 @@ MUTATIONS = {
         "'-inf', D - max_lag) < groups then",
         "'-inf', D - max_lag) <= groups then",
     ),
+    "stragglers are those still generating": ("common", "add('admitted_hist', rec.version, -1)", ""),
     "stragglers are not waited for for ever": (
         "pull",
         "if now - n('straggler_since') < n('straggler_ms') then",
