@@ -184,13 +184,11 @@ async def test_a_generation_whose_engine_is_killed_goes_on_on_the_other_with_wha
         kept = sum(len(slot.partial.token_ids) for slot in draw.slots if slot.partial is not None)
         await asyncio.wait_for(drawing, 120)
         done = time.monotonic() - killed
-        await until(lambda: serve(record.version), START_S)
     await pool.close()
     get_logger().info(
         "killed in a generation",
         routed=routed,
         seconds_to_the_end=round(done, 1),
-        seconds_to_routable=round(time.monotonic() - killed, 1),
         tokens_in_its_cache=sum(load["num_used_tokens"] for load in loads),
         tokens_that_went_on=kept,
         counted=totals(),
