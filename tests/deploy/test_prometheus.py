@@ -76,7 +76,7 @@ def a_snapshot() -> Snapshot:
         mean_ready_ms=400.0,
         mean_trained_wait_ms=300.0,
         engines=(an_engine(),),
-        workers={"worker-0@h-1": {"heartbeat_ms": time.time() * 1000}},
+        workers={"worker-0@h-1": {"heartbeat_ms": time.time() * 1000, "admission_wait_bound_seconds": 5.0}},
         counters={"refused_memory": 3.0, "trainer_lease_left_ms": 50000.0, "admission_wait_bound_seconds": 5.0},
         metrics={"reward_mean": 0.4, "step_s": 1.0, "wait_s": 0.2},
         dead_letters=1,
@@ -86,7 +86,12 @@ def a_snapshot() -> Snapshot:
 def monitor_text() -> bytes:
     """What the monitor answers for `a_snapshot`, with an earlier one a minute ago."""
     now = a_snapshot()
-    before = replace(now, time_ms=now.time_ms - 60000, tokens=replace(now.tokens, trained=100, stale=10))
+    before = replace(
+        now,
+        time_ms=now.time_ms - 60000,
+        tokens=replace(now.tokens, trained=100, stale=10),
+        workers={"worker-0@h-1": {"heartbeat_ms": now.time_ms - 60000}},
+    )
     return metrics.render(now, diagnose(now, before, [now.metrics]))
 
 
