@@ -23,7 +23,7 @@ help:
 	@echo 'make test       set up, lint, type check and run all tests (about 25 minutes)'
 	@echo 'make test-fast  the tests that need neither SGLang nor Megatron-core (at most 2 minutes)'
 	@echo 'make test-docker the tiny system in a real Docker engine: kill, scale, resume (root, about half an hour)'
-	@echo 'make test-kubernetes the manifests on a real control plane, which it builds once (ten minutes, then one)'
+	@echo 'make test-kubernetes the manifests on a real control plane, which it builds once (fifteen minutes, then three)'
 	@echo 'make soak       the long variants: thousands of schedules, hundreds of kills'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     let ruff mend what it can'
