@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from broker.queue import Broker
 from broker.server import EmbeddedServer
@@ -15,6 +16,14 @@ from tests.engine_fixture import engine_redis, real_engine  # noqa: F401 (fixtur
 
 RUN = "test-run"
 ConfigFactory = Callable[..., RunConfig]
+
+
+@pytest.fixture(autouse=True)
+def logs_of_one_test() -> Iterator[None]:
+    """A process sets up its logs once, for good; a test that calls an entry point must not do so for those after it."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(scope="session")
