@@ -112,10 +112,14 @@ class EngineState(StrEnum):
     GONE = "gone"
 
 
+NO_SERVER = -1
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
     """One engine in the registry. version: the last confirmed one, -1 if none. since_ms: server time of the last
-    change. staged, staged_path: the version whose files its supervisor has on the engine's host, and where; -1: none.
+    change. pid: of its server; 0: nobody supervises it; NO_SERVER: its supervisor has none that is ready.
+    staged, staged_path: the version whose files its supervisor has on the engine's host, and where; -1: none.
     """
 
     engine_id: str
@@ -134,6 +138,11 @@ class EngineRecord:
     def routable(self) -> bool:
         """Whether new groups may be sent to it."""
         return self.state is EngineState.SERVING and self.version >= 0
+
+    @property
+    def down(self) -> bool:
+        """Whether its supervisor says that it has no server; one that answers there is not yet known to be sound."""
+        return self.state is EngineState.GONE and self.pid == NO_SERVER
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
 """
 
 from broker.answers import (
+    NO_SERVER,
     Delivery,
     EngineRecord,
     EngineState,
@@ -42,6 +43,7 @@ from broker.trajectory import (
 )
 
 __all__ = [
+    "NO_SERVER",
     "BoolArray",
     "DeadLetter",
     "Delivery",

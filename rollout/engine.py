@@ -25,7 +25,7 @@ import structlog
 
 from broker.errors import BrokerError
 from broker.logs import configure_logs
-from broker.types import EngineRecord, EngineState
+from broker.types import NO_SERVER, EngineRecord, EngineState
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
@@ -253,7 +253,7 @@ class Supervisor:
         """Write the engine's state into the registry, if Redis is there."""
         if self._left:
             return
-        record = EngineRecord(self._plan.engine_id, self._plan.url, state, detail=detail[:300])
+        record = EngineRecord(self._plan.engine_id, self._plan.url, state, detail=detail[:300], pid=NO_SERVER)
         try:
             await self._ask(partial(self._registry.update_engine, record, None))
         except (BrokerError, TimeoutError) as error:

@@ -65,7 +65,7 @@ def plan(found: Mapping[str, Mapping[str, str]], records: Iterable[EngineRecord]
     found: by URL of the configuration, what `engines_at` says; only those whose lookup succeeded.
     """
     known = list(records)
-    supervised = {record.url for record in known if record.pid > 0}
+    supervised = {record.url for record in known if record.pid != 0}
     present = {record.engine_id for record in known}
     wanted = {engine_id: url for engines in found.values() for engine_id, url in engines.items()}
     names = tuple(f"{urlsplit(url).hostname}@" for url in found if expands(url))

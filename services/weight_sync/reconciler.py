@@ -201,7 +201,11 @@ class Reconciler:
         records = tuple(record for record in records if not is_past(record, now_ms))
         self._forget(records)
         for record in records:
-            if record.engine_id not in driven and not has_left(record):
+            if record.engine_id in driven or has_left(record):
+                continue
+            if record.down:
+                self._rest(record)
+            else:
                 self._drive(record)
                 # An engine that joined over HTTP has no supervisor: its pid is 0, and its lease is the probe alone.
                 self.members[record.engine_id].expired = record.pid > 0 and now_ms - record.heartbeat_ms > EXPIRED_MS
@@ -233,6 +237,12 @@ class Reconciler:
         member.shown, member.asks_whether_idle = record, self._settings.strategy.name == "on-idle"
         member.task = asyncio.create_task(member.drive(self, event), name=f"drive {record.engine_id}")
         member.task.add_done_callback(lambda _task: self._driven(member))
+
+    def _rest(self, record: EngineRecord) -> None:
+        """Leave an engine alone until its supervisor, which probes a server before it registers it, does so again."""
+        member = self.members.get(record.engine_id)
+        if member is not None:
+            member.shown, member.life = record, lc.takeover(record, self.clock())
 
     def _driven(self, _member: Member) -> None:
         """A drive ended: if an engine may now be brought to a newer version, that need not wait for the interval."""
@@ -323,7 +333,7 @@ def is_past(record: EngineRecord, now_ms: int) -> bool:
     What joined over HTTP has no supervisor (pid 0) and is never past: it may answer again.
     """
     silent_ms = now_ms - record.heartbeat_ms
-    return record.state is EngineState.GONE and record.pid > 0 and silent_ms > FORGOTTEN_MS
+    return record.state is EngineState.GONE and record.pid != 0 and silent_ms > FORGOTTEN_MS
 
 
 def has_left(record: EngineRecord) -> bool:

@@ -301,6 +301,7 @@ async def test_a_server_is_joining_after_the_probe_gone_when_it_dies_and_started
     await until(lambda: seen.append(broker.engines()[0]) or seen[-1].state is EngineState.GONE)  # type: ignore[func-returns-value]
     assert {r.version for r in seen if r.state is EngineState.SERVING} <= {5}
     assert "killed" in seen[-1].detail
+    assert seen[-1].down
     await until(lambda: broker.engines()[0].state is EngineState.JOINING)
     assert broker.engines()[0].pid != first.pid
     stop.set()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from broker.types import EngineRecord, EngineState
+from broker.types import NO_SERVER, EngineRecord, EngineState
 from rollout.ports import LEFT
 from services.weight_sync.fleet import FleetRefusal, checked_url
-from tests.weight_sync.live import Engine, World, until
+from tests.weight_sync.live import Engine, World, syncing, until
 from tests.weight_sync.test_service import serving
 
 TOKEN = {"authorization": "Bearer s3cret"}
@@ -122,6 +123,24 @@ async def test_an_engine_that_is_dead_leaves_at_once(w: World, http: httpx.Async
     answer = await http.delete("/v1/engines/e0")
     assert (answer.status_code, answer.json()["reachable"]) == (200, False)
     assert w.broker.engines()[0].detail == LEFT
+
+
+async def test_a_server_that_its_supervisor_has_not_probed_yet_gets_no_weights(w: World) -> None:
+    """It answers as soon as it listens; whether it gives log-probs and routes, the supervisor finds out first."""
+    engine, record = w.add_engine("e0"), w.publish()
+    async with syncing(w) as reconciler:
+        await until(lambda: w.serves("e0", record.version))
+        before = w.record("e0")
+        down = replace(before, state=EngineState.GONE, version=-1, checksum="", detail="killed", pid=NO_SERVER)
+        assert w.broker.update_engine(down, None)
+        looks = reconciler.totals.looks
+        await until(lambda: reconciler.totals.looks > looks + 5)
+        assert w.record("e0").down
+        assert reconciler.lagging() == []
+        w.broker.register_engine(EngineRecord("e0", before.url, EngineState.JOINING, pid=before.pid))
+        await until(lambda: w.serves("e0", record.version))
+        assert reconciler.members["e0"].figures.updates == 2
+    assert len(engine.calls("/update_weights_from_disk")) == 2
 
 
 async def test_the_openapi_document_has_an_example_for_every_field_that_one_sends(
