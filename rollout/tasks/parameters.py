@@ -12,8 +12,10 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import Field, PydanticUserError, TypeAdapter, ValidationError
 
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, le=366 * 86400)]
+from configs.sections.section import Positive, Seconds
+
+__all__ = ["Positive", "Seconds", "Share", "check_parameters"]
+
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -240,9 +240,9 @@ class Reconciler:
 
     def _rest(self, record: EngineRecord) -> None:
         """Leave an engine alone until its supervisor, which probes a server before it registers it, does so again."""
-        member = self.members.get(record.engine_id)
-        if member is not None:
-            member.shown, member.life = record, lc.takeover(record, self.clock())
+        life = lc.takeover(record, self.clock())
+        member = self.members.setdefault(record.engine_id, self._member(record, life))
+        member.shown, member.life = record, life
 
     def _driven(self, _member: Member) -> None:
         """A drive ended: if an engine may now be brought to a newer version, that need not wait for the interval."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from broker.queue import Broker
 from broker.server import EmbeddedServer
 from broker.types import Snapshot
 from tests.deploy.test_compose import OURS, USERS, password_of
-from tests.deploy.tools import DEPLOY, ROOT, Tree, compose, deploy_config
+from tests.deploy.tools import DEPLOY, ROOT, Tree, compose, deploy_config, free_ports
 from tests.engine_fixture import engine_python
 
 START_S = 420.0
@@ -96,17 +95,6 @@ def seconds(duration: str) -> float:
     """ "2m0s" as 120."""
     minutes, _, rest = duration.rpartition("m")
     return 60.0 * float(minutes or 0) + float(rest.removesuffix("s"))
-
-
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -29,6 +30,18 @@ GPU_ENVIRONMENT = {
     "LAGRANGE_TRAINER_GPU_BASE": "base:gpu",
 }
 Tree = dict[str, Any]
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of the loopback address, all different, that nobody has at the moment."""
+    sockets = [socket.socket() for _ in range(number)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
 
 
 def program(name: str) -> str:

@@ -143,6 +143,16 @@ async def test_a_server_that_its_supervisor_has_not_probed_yet_gets_no_weights(w
     assert len(engine.calls("/update_weights_from_disk")) == 2
 
 
+async def test_a_process_that_takes_over_shows_an_engine_that_is_down(w: World) -> None:
+    engine = w.add_engine("e0")
+    down = EngineRecord("e0", w.record("e0").url, EngineState.GONE, detail="killed", pid=NO_SERVER)
+    assert w.broker.update_engine(down, None)
+    async with syncing(w) as reconciler:
+        await until(lambda: "e0" in reconciler.members)
+        assert reconciler.members["e0"].shown.detail == "killed"
+    assert engine.calls("/model_info") == []
+
+
 async def test_the_openapi_document_has_an_example_for_every_field_that_one_sends(
     w: World, http: httpx.AsyncClient
 ) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from pathlib import Path
 import yaml
 
 from services.local.processes import Processes, explain_log
-from tests.deploy.tools import Tree, program
+from tests.deploy.tools import Tree, free_ports, program
 
 START_S = 120.0
 ANSWER_S = 60.0
@@ -76,7 +75,7 @@ class Cluster:
 def cluster(programs: Path, folder: Path) -> Iterator[Cluster]:
     """A new and empty control plane from the folder `programs` (build.py). Raises RuntimeError with a log's end."""
     folder.mkdir(parents=True, exist_ok=True)
-    store, peers, api = _free_ports(3)
+    store, peers, api = free_ports(3)
     token = secrets.token_hex(16)
     _write(folder / "tokens.csv", f"{token},admin,admin,system:masters\n")
     _write(folder / "kubeconfig", yaml.safe_dump(_access(f"https://127.0.0.1:{api}", token)))
@@ -159,14 +158,3 @@ def _access(server: str, token: str) -> Tree:
 def _write(file: Path, text: str) -> None:
     file.touch(mode=0o600)
     file.write_text(text, encoding="utf-8")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
