@@ -1,4 +1,4 @@
-"""`lagrange eval` and `lagrange evaluator`; services/cli.py adds them.
+"""`lagrange eval` and `lagrange evaluator`; services/commands.py adds them.
 
 Invariant: what is wrong with the call is a ConfigError before an engine is started.
 """

@@ -1,4 +1,4 @@
-"""The commands; services/cli.py adds them to `lagrange`.
+"""The commands; services/commands.py adds them to `lagrange`.
 
 Invariant: each opens one handle on the run that its first argument names, with a finite timeout, and closes it.
 """

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from broker import wire
 from broker.queue import Broker
 from configs import ConfigError, RunConfig
-from services.cli import app
+from services.commands import app
 from services.queue_cli.dump import read_dump, write_dump
 from tests.broker.helpers import WORKER, Run
 from tests.conftest import ConfigFactory

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from configs.schema import RunConfig
-from services.cli import app
+from services.commands import app
 from tests.deploy.tools import DEPLOY, OVERLAYS, ROOT, compose, manifests
 
 PAGES = tuple(sorted((ROOT / "docs/deploy").glob("*.md")))

@@ -11,8 +11,9 @@ import yaml
 
 from broker.access import CHECK
 from configs import load_config, secrets
+from configs.drain import DRAIN
 from rollout import engine as supervisor
-from services.cli import app
+from services.commands import app
 from services.local.layout import roles
 from services.monitor.app import create_app as monitor_app
 from tests.deploy.test_compose import NEEDS, OURS, USERS
@@ -144,7 +145,7 @@ def test_variables_are_the_ones_that_the_processes_read() -> None:
     known = (
         {f"{name}_FILE" for name in names}
         | {secrets.REDIS_USER}
-        | {supervisor.ADVERTISED_HOST, supervisor.SCRATCH, supervisor.DRAIN}
+        | {supervisor.ADVERTISED_HOST, supervisor.SCRATCH, DRAIN}
     )
     pods = job_pods("cpu-small")
     for name in OURS:

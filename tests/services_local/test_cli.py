@@ -103,6 +103,25 @@ def test_a_process_that_is_started_by_its_interpreter_has_the_same_command_line(
     assert done.stderr.startswith("configs/none.yaml: cannot be read")
 
 
+@pytest.mark.parametrize("module", ["services.commands", "typer", "configs.check"])
+def test_ctrl_c_while_a_command_still_imports_ends_it_without_a_traceback(module: str) -> None:
+    code = f"""
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["lagrange", "check", "configs/local.yaml"]
+from services.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_an_impossible_combination_names_the_fields_to_change(lagrange: Lagrange) -> None:
     done = lagrange("check", "configs/local.yaml", "--set", "lag.max=0", "--set", "weights.publish_interval=4")
     assert done.returncode == 2
@@ -202,7 +221,8 @@ def dotted(tree: dict[str, Any], *leaves: str, prefix: str = "") -> list[str]:
 
 def test_no_command_but_the_trainer_imports_torch() -> None:
     code = (
-        "import sys, services.cli, services.local.up, services.local.session, configs.check, services.local.tiny_model;"
+        "import sys, services.commands, configs.check;"
+        "import services.local.up, services.local.session, services.local.tiny_model;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

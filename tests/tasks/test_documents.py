@@ -17,7 +17,7 @@ from configs import load_config
 from rollout.agents import AgentTask
 from rollout.tasks import Response, make_task, registry
 from rollout.tasks.source import SourceSettings
-from services.cli import app
+from services.commands import app
 from services.local.tiny_model import CHARACTERS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-a-task.md").read_text(encoding="utf-8")

@@ -1,0 +1,311 @@
+"""The commands of `lagrange`; services/cli.py is its entry point.
+
+Invariant: a command imports only what it runs (torch for the trainer alone); a problem that the user can mend is one
+message on standard error and an exit code, without a traceback unless --debug is given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from configs import ConfigError, RunConfig, load_config
+from configs.secrets import API_TOKEN, read_secret
+from services.evaluation.commands import add_to as add_evaluation_commands
+from services.options import ConfigOption, pairs
+from services.queue_cli.commands import add_to as add_queue_commands
+
+WIDE = 200  # columns of a table that goes into a file or a pipe
+
+app = typer.Typer(
+    name="lagrange",
+    help="Asynchronous reinforcement learning for language models, with a hard bound on policy lag.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+FileArgument = Annotated[Path, typer.Argument(help="A run's configuration, for instance configs/local.yaml.")]
+IndexOption = Annotated[int, typer.Option("--index", min=0, help="Which of the equal processes this is, from 0.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Overrides one field, as in lag.max=4.")
+]
+TargetArgument = Annotated[str, typer.Argument(help="A run's folder, runs/<id>, or the address of its monitor.")]
+RunArgument = Annotated[Path, typer.Argument(help="A run's folder, runs/<id>.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options of every command; `run_command` reads --debug itself."""
+
+
+@app.command()
+def up(
+    file: Annotated[Path | None, typer.Argument(help="A run's configuration, configs/local.yaml.")] = None,
+    settings: SetOption = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run's folder, runs/<id>.")] = None,
+) -> None:
+    """Run a whole loop on this machine: Redis, engines, trainer, workers and services."""
+    from services.local import up as local
+
+    raise typer.Exit(local.run(file, overrides=pairs(settings, "--set"), resume=resume))
+
+
+@app.command()
+def check(file: FileArgument, settings: SetOption = None) -> None:
+    """Say what a configuration means, and what is wrong with it. Exit code 0: it can run; 2: it cannot."""
+    from configs import check as checks
+    from rollout.datasets.rows import BadRow
+    from rollout.tasks import make_task
+    from trainer.losses import catalogue
+
+    config = load_config(file, pairs(settings, "--set"))
+    loss = catalogue.loss_settings(config)
+    absent = []
+    tasks = [(config.task.name, config.task.parameters), *((t.name, t.parameters) for t in config.evaluation.tasks)]
+    for name, parameters in tasks:
+        try:
+            make_task(name, config.run.seed, parameters)
+        except ConfigError as error:
+            if not isinstance(error.__cause__, BadRow):
+                raise
+            absent.append(f"{error} The workers need it; here it may be absent.")  # data may lie on another machine
+    found = checks.errors(config)
+    if found:
+        raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for topic, sentence in checks.meaning(config):
+        table.add_row(topic, escape(sentence))
+    console.print(f"[green]{escape(str(file))} is valid.[/]")
+    console.print(table)
+    for warning in (*checks.warnings(config), *catalogue.warnings(loss), *absent):
+        console.print(f"[yellow]warning[/]  {escape(warning)}")
+
+
+@app.command()
+def schema(
+    section: Annotated[str, typer.Argument(help="Only fields whose name begins so: lag, trainer.loss.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="The JSON schema instead, for an editor.")] = False,
+) -> None:
+    """List every field of a configuration: what it may be, its default, its meaning and unit."""
+    from configs.fields import fields
+
+    if as_json:
+        typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+        return
+    found = [field for field in fields() if f"{field.name}.".startswith(section)]
+    if not found:
+        raise ConfigError(f"no field begins with {section!r}. `lagrange schema` lists them all.")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("field", "may be", "default", "meaning"):
+        table.add_column(column, overflow="fold", style="bold" if column == "field" else None)
+    for field in found:
+        table.add_row(*map(escape, (field.name, field.kind, field.default or "to be set", field.meaning)))
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=WIDE)
+    console.print(table)
+
+
+@app.command()
+def init(config: ConfigOption) -> None:
+    """Prepare a run that an orchestrator starts process by process: folder, tiny model, records in Redis."""
+    from services.deployment import initialise
+
+    made = initialise(config)
+    typer.echo(f"run {made.run.id} is ready: {made.run.folder}, model {made.model.path}")
+
+
+@app.command("redis-users")
+def redis_users(
+    passwords: Annotated[Path, typer.Argument(help="Folder with a file redis_<role>_password for each role.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Where to write it; else it is printed.")] = None,
+    run: Annotated[str, typer.Option("--run", help="The only run whose keys they may use; *: of every run.")] = "*",
+) -> None:
+    """Make Redis' access control list (aclfile): a user for each role, who may do what the role must."""
+    from services import deployment
+
+    text = deployment.redis_users(passwords, run)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        deployment.write_whole(out, text)
+
+
+@app.command()
+def engine(config: ConfigOption, index: IndexOption = 0) -> None:
+    """Start one SGLang engine and register it."""
+    from rollout import engine as process
+
+    raise typer.Exit(process.main(process_config(config), index))
+
+
+@app.command()
+def rollout(config: ConfigOption, index: IndexOption = 0) -> None:
+    """Start one rollout worker."""
+    from rollout import main as process
+
+    raise typer.Exit(process.main(process_config(config), index))
+
+
+@app.command("rollout-pool")
+def rollout_pool(config: ConfigOption) -> None:
+    """Keep rollout.workers rollout workers running on a Ray cluster; SIGHUP: read the file again."""
+    from services import ray_workers as process
+
+    raise typer.Exit(process.run(config))
+
+
+@app.command()
+def trainer(config: ConfigOption) -> None:
+    """Start the trainer, with all its ranks on this machine."""
+    from trainer import main as process
+
+    raise typer.Exit(process.run(process_config(config)))
+
+
+@app.command("weight-sync")
+def weight_sync(config: ConfigOption) -> None:
+    """Start the service that carries new versions to the engines."""
+    from services.weight_sync import main as process
+
+    raise typer.Exit(process.run(process_config(config)))
+
+
+@app.command()
+def monitor(config: ConfigOption) -> None:
+    """Start the service that shows queue, staleness and ledger over HTTP."""
+    from services.monitor import main as process
+
+    raise typer.Exit(process.run(process_config(config)))
+
+
+@app.command()
+def status(target: TargetArgument) -> None:
+    """Show a running run once: step, lag, queue, engines and ledger."""
+    with looker(target, hint="lagrange watch follows") as look:
+        Console().print(look())
+
+
+@app.command()
+def watch(
+    target: TargetArgument,
+    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Follow a running run until Ctrl-C; it goes on when this ends. A monitor that is away is waited for."""
+    import time
+
+    from rich.live import Live
+
+    from services.local.open_run import NotRunning
+
+    try:
+        with (
+            looker(target, hint="Ctrl-C ends the view, the run goes on") as look,
+            Live(look(), console=Console(), auto_refresh=False) as live,
+        ):
+            while True:
+                time.sleep(every)
+                try:
+                    live.update(look(), refresh=True)
+                except NotRunning:
+                    raise
+                except user_errors() as error:
+                    live.console.print(f"[yellow]{escape(str(error))}[/]")
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def looker(target: str, hint: str) -> AbstractContextManager[Callable[[], Any]]:
+    """How to draw the run at `target` (a folder or a monitor's URL) now."""
+    if not target.startswith(("http://", "https://")):
+        return folder_looker(Path(target), hint)
+    from services.local.live import screen
+    from services.monitor.remote import ask, view_of_overview
+
+    overview = ask(target, read_secret(API_TOKEN))
+    return nullcontext(lambda: screen(view_of_overview(overview(), target, hint)))
+
+
+@contextmanager
+def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
+    """As `looker`, of a run on this machine: asks its Redis."""
+    from services.local.live import ProcessFacts, screen, view_of
+    from services.local.metrics import read_metrics, series_of
+    from services.local.open_run import opened, see_it_runs
+
+    with opened(folder) as (broker, config):
+        url = f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}"
+
+        def look() -> Any:
+            see_it_runs(config, folder)
+            snapshot, records = broker.snapshot(), read_metrics(folder / "metrics.jsonl")
+            elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
+            rewards, seconds = series_of(records, "reward_mean"), series_of(records, "step_s")
+            return screen(view_of(snapshot, rewards, ProcessFacts(elapsed, url, str(folder), hint=hint), seconds))
+
+        yield look
+
+
+@app.command()
+def report(folder: RunArgument) -> None:
+    """Draw runs/<id>/report.html again from the run's metrics and ledger."""
+    from services.local.report import draw_report
+
+    typer.echo(str(draw_report(folder, run_config(folder))))
+
+
+add_queue_commands(app)
+add_evaluation_commands(app)
+
+
+def process_config(file: Path) -> RunConfig:
+    """The configuration of one process of a run. Raises ConfigError."""
+    from services.deployment import process_config as derive  # `check` and `schema` need no Redis client
+
+    return derive(file)
+
+
+def run_config(folder: Path) -> RunConfig:
+    """The resolved configuration of a run's folder. Raises ConfigError."""
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder}: no run (config.yaml is missing). Name a folder runs/<id>.")
+    return load_config(folder / "config.yaml")
+
+
+def user_errors() -> tuple[type[Exception], ...]:
+    """Exceptions whose text is meant for the user. The broker's are known only where its client was imported."""
+    found: list[type[Exception]] = [ConfigError]
+    for module, names in (
+        ("services.local.layout", ("CannotStart",)),
+        ("services.local.open_run", ("NotRunning",)),
+        ("broker.errors", ("BrokerError",)),
+        ("services.monitor.remote", ("CannotWatch",)),
+    ):
+        loaded = sys.modules.get(module)
+        found += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
+    return tuple(found)
+
+
+def run_command() -> None:
+    """Run the command that sys.argv names; ends the process with its exit code (services/cli.py)."""
+    try:
+        app()
+    except Exception as error:
+        if "--debug" in sys.argv or not isinstance(error, user_errors()):
+            raise
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
