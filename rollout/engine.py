@@ -26,6 +26,7 @@ import structlog
 from broker.errors import BrokerError
 from broker.logs import configure_logs
 from broker.types import NO_SERVER, EngineRecord, EngineState
+from configs.drain import drain_seconds
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
@@ -50,7 +51,6 @@ PROBE_S = 60.0
 # What an orchestrator says that starts many engines of the same configuration (docs/deploy/kubernetes.md):
 ADVERTISED_HOST = "LAGRANGE_ADVERTISE_HOST"  # where others reach this engine; else the host name, or engine.host
 SCRATCH = "LAGRANGE_SCRATCH"  # folder for log and key file, where the run's folder cannot be written
-DRAIN = "LAGRANGE_DRAIN_S"  # seconds that running requests get to end when we are told to stop; none: they are cut off
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -59,7 +59,7 @@ class Plan:
     """What a supervisor runs. url: where others reach it. key_file: written at start, removed at the end.
 
     engine_id: unique in the run; with a host that is reached from elsewhere it names the host, since every container
-    may run an engine 0. drain_s: see DRAIN.
+    may run an engine 0. drain_s: see configs/drain.py.
     """
 
     engine_id: str
@@ -110,7 +110,7 @@ def make_plan(config: RunConfig, index: int) -> Plan:
         key=key,
         key_file=key_file,
         port=port,
-        drain_s=_seconds(DRAIN),
+        drain_s=drain_seconds(),
     )
 
 
@@ -302,15 +302,6 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> Any:
         for task in tasks:
             task.cancel()
     return next(iter(done)).result()
-
-
-def _seconds(variable: str) -> float:
-    """The number of seconds that a variable holds, 0 if it is not set. Raises ConfigError."""
-    text = os.environ.get(variable, "") or "0"
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"{variable}: {text!r} is no number of seconds.") from error
 
 
 def _free_port(host: str, wanted: int) -> int:

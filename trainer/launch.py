@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import math
 import os
 import signal
 import socket
@@ -20,10 +21,12 @@ import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from configs.drain import drain_seconds
 from configs.schema import RunConfig
 
 STOP_GRACE_S = 8.0
-"""After one rank has ended badly, or a signal came, the others have this long to end by themselves, in seconds."""
+"""After one rank has ended badly, the others have this long to end by themselves, in seconds; after a signal all have,
+unless LAGRANGE_DRAIN_S says how long a step and a checkpoint may take."""
 
 _POLL_S = 0.05
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
@@ -37,7 +40,7 @@ def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. With one rank, or when
     torchrun has already started this process as one, the module runs in this process. SIGTERM and SIGINT are passed on
     to the ranks; when one fails, the others are ended within STOP_GRACE_S and a little. Ranks on several machines:
-    torchrun on each, or Ray. Raises ConfigError if Ray is asked for and not to be had.
+    torchrun on each, or Ray. Raises ConfigError if Ray is asked for and not to be had, or LAGRANGE_DRAIN_S is none.
     """
     if config.trainer.launcher == "ray" and "RANK" not in os.environ:
         from trainer.ray_launch import run_on_ray  # optional
@@ -48,7 +51,8 @@ def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
         return run_module(module, arguments)
     if config.trainer.launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return _together([([*command, "-m", "trainer.launch", module, *arguments], {})])
+        patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stop_seconds()))}  # it would kill after 30 s
+        return _together([([*command, "-m", "trainer.launch", module, *arguments], patience)])
     port = str(config.trainer.port or free_port())
     here = [sys.executable, "-m", "trainer.launch", module, *arguments]
     return _together(
@@ -69,6 +73,11 @@ def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
     )
 
 
+def stop_seconds() -> float:
+    """How long the ranks may take to end by themselves after a signal. Raises ConfigError."""
+    return drain_seconds(STOP_GRACE_S)
+
+
 def run_module(module: str, arguments: Sequence[str]) -> int:
     """module.main(arguments) in this process; its exit code."""
     return int(importlib.import_module(module).main(list(arguments)) or 0)
@@ -76,6 +85,7 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 
 def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
     """Run processes until all have ended, or one has failed; returns the first failure's exit code, else 0."""
+    patience = stop_seconds()
     with signals_noted() as noted:
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -92,7 +102,7 @@ def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
                     passed_on = time.monotonic()
                     for process in processes:
                         _send(process, noted[0])
-                if passed_on is not None and time.monotonic() - passed_on > STOP_GRACE_S:
+                if passed_on is not None and time.monotonic() - passed_on > patience:
                     return 128 + noted[0]
                 time.sleep(_POLL_S)
         finally:

@@ -20,7 +20,7 @@ import structlog
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from trainer.launch import PARENT, STOP_GRACE_S, free_port, signals_noted
+from trainer.launch import PARENT, free_port, signals_noted, stop_seconds
 
 log = structlog.get_logger()
 
@@ -181,7 +181,8 @@ def _start(
 
 
 def _watch(ray: Any, actors: Sequence[Any], noted: list[int]) -> int:
-    """Until all ranks ended well or one did not, or STOP_GRACE_S after a signal came."""
+    """Until all ranks ended well or one did not, or stop_seconds() after a signal came."""
+    patience = stop_seconds()
     passed_on: float | None = None
     while True:
         codes: list[int | None] = ray.get([a.poll.remote() for a in actors], timeout=30)
@@ -193,6 +194,6 @@ def _watch(ray: Any, actors: Sequence[Any], noted: list[int]) -> int:
         if noted and passed_on is None:
             passed_on = time.monotonic()
             ray.get([a.send.remote(noted[0]) for a in actors], timeout=30)
-        if passed_on is not None and time.monotonic() - passed_on > STOP_GRACE_S:
+        if passed_on is not None and time.monotonic() - passed_on > patience:
             return 128 + noted[0]
         time.sleep(_POLL_S)

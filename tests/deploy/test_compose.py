@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.access import ROLES
-from tests.deploy.tools import DEPLOY, ROOT, Tree, compose, program, run
+from tests.deploy.tools import DEPLOY, ROOT, Tree, compose, program, run, seconds
 
 OURS = ("init", "weight-sync", "monitor", "trainer", "engine", "rollout")
 
@@ -147,6 +147,13 @@ def test_engines_and_workers_can_be_scaled() -> None:
         assert "container_name" not in service(name)
         assert not service(name).get("ports")
         assert service(name)["scale"] >= 1
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_needs_time_to_end_has_longer_than_it_takes(gpu: bool) -> None:
+    for name in ("engine", "trainer"):
+        drain = float(service(name, gpu)["environment"]["LAGRANGE_DRAIN_S"])
+        assert seconds(service(name, gpu)["stop_grace_period"]) >= drain + 10 > 10, name
 
 
 def test_gpus_pinned_memory_and_their_images_are_in_the_override_alone() -> None:

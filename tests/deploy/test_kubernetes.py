@@ -112,10 +112,16 @@ def test_nobody_but_the_listed_roles_reaches_redis_and_all_else_is_refused(overl
 
 @every_overlay
 def test_a_process_has_longer_to_end_than_it_needs_to_drain(overlay: str) -> None:
+    drains = {}
     for name, template in pod_templates(manifests(overlay)):
         for container in template["spec"]["containers"]:
-            drain = next((float(e["value"]) for e in container.get("env", []) if e["name"] == "LAGRANGE_DRAIN_S"), 0.0)
+            variables = {e["name"]: e.get("value") for e in container.get("env", [])}
+            drain = drains[name] = float(variables.get("LAGRANGE_DRAIN_S") or 0.0)
             assert template["spec"]["terminationGracePeriodSeconds"] >= drain + 10, name
+            if "torch.distributed.run" in container.get("command", []):  # which else kills its ranks after 30 s
+                assert float(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] or 0.0) == drain
+    assert drains["engine"] > 0
+    assert drains["trainer"] > 0 or overlay == "kuberay"  # Ray ends the driver as it likes
 
 
 @pytest.mark.parametrize(

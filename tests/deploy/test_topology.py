@@ -23,7 +23,7 @@ from broker.queue import Broker
 from broker.server import EmbeddedServer
 from broker.types import Snapshot
 from tests.deploy.test_compose import OURS, USERS, password_of
-from tests.deploy.tools import DEPLOY, ROOT, Tree, compose, deploy_config, free_ports
+from tests.deploy.tools import DEPLOY, ROOT, Tree, compose, deploy_config, free_ports, seconds
 from tests.engine_fixture import engine_python
 
 START_S = 420.0
@@ -89,12 +89,6 @@ def add_users(url: str, password: str) -> None:
     with redis.Redis.from_url(url, password=password, socket_timeout=10) as client:
         for line in users(PASSWORDS).splitlines()[1:]:
             client.execute_command("ACL", "SETUSER", *line.split()[1:])
-
-
-def seconds(duration: str) -> float:
-    """ "2m0s" as 120."""
-    minutes, _, rest = duration.rpartition("m")
-    return 60.0 * float(minutes or 0) + float(rest.removesuffix("s"))
 
 
 @pytest.fixture

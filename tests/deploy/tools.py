@@ -113,6 +113,12 @@ def pod_templates(objects: tuple[Tree, ...]) -> list[tuple[str, Tree]]:
     return found
 
 
+def seconds(duration: str) -> float:
+    """ "2m0s" as 120."""
+    minutes, _, rest = duration.rpartition("m")
+    return 60.0 * float(minutes or 0) + float(rest.removesuffix("s") or 0)
+
+
 def containers(template: Tree) -> list[Tree]:
     """All containers of a pod template, those that run first included."""
     spec = template["spec"]

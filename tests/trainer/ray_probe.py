@@ -12,7 +12,10 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: folder, and "end", "wait", "again" or "die": the last two concern rank 1 in its first life alone."""
+    """arguments: folder, and "end", "wait" (for a signal), "checkpoint" (which a signal begins and the file `go` ends),
+    "again" or "die": these two concern rank 1 in its first life alone."""
+    if arguments[1] == "checkpoint":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     folder, what = Path(arguments[0]), arguments[1]
     rank = int(os.environ["RANK"])
     life = len(list(folder.glob(f"rank-{rank}-*")))
@@ -27,4 +30,9 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         os.kill(os.getpid(), signal.SIGKILL)
     signal.sigwait({signal.SIGTERM})
+    if what == "checkpoint":
+        (folder / f"asked-{rank}").touch()
+        while not (folder / "go").exists():
+            signal.sigtimedwait([], 0.02)
+        (folder / f"saved-{rank}").touch()
     return 0

@@ -1,0 +1,48 @@
+"""The launcher of ranks on this machine; the ranks need no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.load import ConfigError, save_config
+from tests.broker.helpers import wait_for
+from tests.conftest import ConfigFactory
+from trainer.launch import stop_seconds
+
+START = (
+    "import sys; from pathlib import Path; import trainer.launch as launch; from configs.load import load_config;"
+    " launch.STOP_GRACE_S = 0.0;"
+    " sys.exit(launch.run_ranks(load_config(Path(sys.argv[1])), 'tests.trainer.ray_probe', sys.argv[2:]))"
+)
+
+
+def test_ranks_that_are_told_to_stop_have_the_time_for_a_step_and_a_checkpoint(
+    make_config: ConfigFactory, tmp_path: Path
+) -> None:
+    file, lives = tmp_path / "config.yaml", tmp_path / "lives"
+    save_config(make_config(**{"trainer.layout": {"data": 2}}), file)
+    lives.mkdir()
+    command = [sys.executable, "-c", START, str(file), str(lives), "checkpoint"]
+    with subprocess.Popen(command, env=os.environ | {"LAGRANGE_DRAIN_S": "60"}) as launcher:
+        try:
+            wait_for(lambda: len(list(lives.glob("rank-*"))) == 2)
+            launcher.send_signal(signal.SIGTERM)
+            wait_for(lambda: len(list(lives.glob("asked-*"))) == 2)
+            (lives / "go").touch()
+            assert launcher.wait(30) == 0
+        finally:
+            launcher.kill()
+    assert sorted(path.name for path in lives.glob("saved-*")) == ["saved-0", "saved-1"]
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf"])
+def test_a_time_to_stop_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAGRANGE_DRAIN_S", text)
+    with pytest.raises(ConfigError, match="LAGRANGE_DRAIN_S"):
+        stop_seconds()
