@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from broker import wire
 from broker.types import Group
 from trainer.batch import MicroBatch
 from trainer.metrics import json_safe
+from trainer.tensor_file import save_tensors
 
 
 def save_failed_batch(
@@ -44,5 +44,5 @@ def save_failed_batch(
     for index, report in enumerate(reports):
         for name, value in report.items():
             tensors[f"{index}.report.{name}"] = value.cpu().contiguous().clone()
-    save_file(tensors, folder / f"rank-{data_rank}.safetensors")
+    save_tensors(tensors, folder / f"rank-{data_rank}.safetensors")
     (folder / f"rank-{data_rank}.json").write_text(json.dumps(json_safe(facts), indent=2), encoding="utf-8")

@@ -45,6 +45,12 @@ class Keeper:
         """The largest version that has a folder of weights, -1: none. No engine was ever told of a larger one."""
         return max(versions.versions_on_disk(self._weights), default=-1)
 
+    def remove_unfinished(self) -> None:
+        """Delete what a trainer that died was writing: weights and checkpoints, which may be as large as all others."""
+        folder = self._config.run.folder
+        for root in (folder, self._weights, folder / "checkpoints"):
+            versions.remove_unfinished(root)
+
     def due(self, progress: Progress, asked: int = -1) -> tuple[bool, bool]:
         """Whether this version is to be published, and this step to be saved; both at the last step.
 

@@ -1,8 +1,10 @@
 """`lagrange trainer`: starts the ranks; each joins, builds the model and runs the loop.
 
-Invariant: the process ends with one clear message and a code that says whether starting it again can help: 0 finished,
-or stopped on request; 1 try again (the run resumes from its checkpoint); 2 configuration; 3 the run cannot go on;
-4 Redis cannot be reached. Nothing but rank 0 writes to Redis.
+Invariant: the process ends with one clear message and a code that says whether starting it again can help: 0 finished;
+1 try again (the run resumes from its checkpoint); 2 configuration; 3 the run cannot go on; 4 Redis cannot be reached;
+143 stopped on request: who looks at the code alone would take an evicted trainer that ends with 0 for one that is done.
+Nothing but rank 0 writes to Redis, save that a group which cannot be used is rejected by the
+ranks that have read it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from configs.schema import RunConfig
 from configs.secrets import REDIS_PASSWORD, read_secret
 from trainer.background import Worker
 from trainer.chooser import Doorbell
+from trainer.launch import STOPPED
 from trainer.losses.catalogue import loss_settings, warnings
 from trainer.ports import SavedState
 
@@ -86,7 +89,7 @@ def rank_main(config: RunConfig) -> int:
         log.error("the trainer ends and can be started again", problem=str(error))
         return AGAIN
     log.info("the trainer ends", how=end)
-    return 0
+    return 0 if end == "finished" else STOPPED
 
 
 def _check(config: RunConfig) -> None:
@@ -172,9 +175,10 @@ class Checkpoints:
 
     def load_newest(self) -> SavedState | None:
         """See the port."""
-        from trainer.megatron.checkpoint import latest, load_checkpoint
+        from trainer.megatron.checkpoint import latest_on_all, load_checkpoint
 
-        folder = latest(self.root)
+        # One rank looks for all: reading every checksum on each would take as long as loading, and ranks must agree.
+        folder = latest_on_all(self.policy.parallel, self.root)  # type: ignore[attr-defined]
         if folder is None:
             return None
         state = load_checkpoint(self.policy, folder)  # type: ignore[arg-type]

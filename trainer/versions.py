@@ -75,6 +75,12 @@ def write_delta(root: Path, version: int) -> None:
     log.info("delta.written", version=version, base=before, changed=made.changed, words=made.words, bytes=made.bytes)
 
 
+def remove_unfinished(root: Path) -> None:
+    """Delete the folders of `root` that somebody began to write and never finished: no later one takes their names."""
+    for folder in root.glob(".*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_leftover(folder: Path) -> None:
     """Delete what an export left that was never announced (its process died in between)."""
     shutil.rmtree(folder, ignore_errors=True)

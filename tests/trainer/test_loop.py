@@ -35,6 +35,20 @@ def test_version_zero_is_published_before_anything_else(config: Any, handle: Bro
     assert folder_of(config.run.folder / "weights", 0).is_dir()
 
 
+def test_what_a_trainer_that_died_was_writing_is_removed(config: Any, handle: Broker) -> None:
+    run = config.run.folder
+    unfinished = [run / "weights" / ".v000003.partial", run / "checkpoints" / ".step-00000004.partial"]
+    kept = [run / "weights" / ".other", run / "checkpoints" / "step-00000002"]
+    for folder in (*unfinished, *kept):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+    trainer = trainer_of(config, handle, World(config, handle), MemoryCheckpoints())
+    trainer.attach()
+    trainer.close()
+    assert not any(folder.exists() for folder in unfinished)
+    assert all(folder.exists() for folder in kept)
+
+
 def test_every_record_holds_the_promised_keys_and_is_plain_json(config: Any, handle: Broker) -> None:
     trainer_of(config, handle, World(config, handle), MemoryCheckpoints()).run()
     wanted = {

@@ -55,8 +55,9 @@ def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, k
     """Copy weights, optimizer and RNG to memory now; what is returned writes root/step-<step>.
 
     Called on every rank alike. The function is collective over `policy.parallel.writers` and may run on any thread: the
-    folder is durable (fsync) when it returns it; all but `keep` checkpoints are removed, one of the same step is
-    replaced. It raises OSError on every rank, with the earlier checkpoints untouched, if one rank cannot write.
+    folder is durable (fsync) when it returns it; of the checkpoints up to this step all but `keep` are removed, one of
+    the same step is replaced. It raises OSError on every rank, with the earlier checkpoints untouched, if one rank
+    cannot write.
     """
     from trainer.megatron import checkpoint_io  # after compat.install, which `parallel` calls
 
@@ -139,7 +140,8 @@ def _finish(aside: Path, folder: Path, document: dict[str, Any], files: dict[str
         shutil.rmtree(folder)
     aside.rename(folder)
     sync_folder(folder.parent)
-    for old in _folders(folder.parent)[keep:]:
+    # Folders of later steps are broken, or `latest` would have resumed from them: they must not push this one out.
+    for old in [path for path in _folders(folder.parent) if path.name <= folder.name][keep:]:
         shutil.rmtree(old, ignore_errors=True)
 
 

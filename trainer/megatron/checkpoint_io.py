@@ -34,10 +34,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from trainer.megatron.optimizer_state import optimizer_part, restore_optimizer_part
 from trainer.megatron.policy import PolicyModel
+from trainer.tensor_file import save_tensors
 
 _METADATA = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
 
@@ -66,7 +68,10 @@ def stage_tensors(policy: PolicyModel) -> StagedTensors:
                 entry.data = entry.data.detach().to("cpu", copy=True)
     own = _generators(policy.parallel.device)
     if policy.config.trainer.distributed_optimizer:
-        own |= {name: value.detach().to("cpu", copy=True) for name, value in _optimizer_part(policy).items()}
+        own |= {
+            name: value.detach().to("cpu", copy=True)
+            for name, value in optimizer_part(_inner(policy.parts.optimizer)).items()
+        }
     return StagedTensors(entries, own)
 
 
@@ -83,7 +88,7 @@ def write_tensors(staged: StagedTensors, folder: Path, ranks: dist.ProcessGroup)
     save_state_dict_async_finalize(*plan)
     if rank == 0:
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-    save_file(staged.own, str(folder / _own_file(rank)))
+    save_tensors(staged.own, folder / _own_file(rank))
 
 
 def load_tensors(policy: PolicyModel, folder: Path, *, with_optimizer: bool) -> None:
@@ -96,7 +101,7 @@ def load_tensors(policy: PolicyModel, folder: Path, *, with_optimizer: bool) -> 
     if with_optimizer:
         own = load_file(str(folder / _own_file(policy.parallel.rank)))
         if policy.config.trainer.distributed_optimizer:
-            _restore_optimizer_part(policy, own)
+            restore_optimizer_part(_inner(optimizer), own)
         else:
             optimizer.load_state_dict(found["optimizer"])
         _restore_generators(own, policy.parallel.device)
@@ -125,28 +130,6 @@ def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
     """torch's optimizers inside megatron's, in an order that the layout fixes."""
     singles = getattr(optimizer, "chained_optimizers", [optimizer])
     return [single.optimizer for single in singles if not getattr(single, "is_stub_optimizer", False)]
-
-
-def _optimizer_part(policy: PolicyModel) -> dict[str, Tensor]:
-    """This rank's part of a distributed optimizer: parameters as it holds them (float32) and their state, by name."""
-    out: dict[str, Tensor] = {}
-    for i, inner in enumerate(_inner(policy.parts.optimizer)):
-        for j, parameter in enumerate(p for group in inner.param_groups for p in group["params"]):
-            out[f"optimizer/{i}/{j}/parameter"] = parameter
-            out |= {f"optimizer/{i}/{j}/{name}": value for name, value in inner.state[parameter].items()}
-    return out
-
-
-def _restore_optimizer_part(policy: PolicyModel, own: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for i, inner in enumerate(_inner(policy.parts.optimizer)):
-            for j, parameter in enumerate(p for group in inner.param_groups for p in group["params"]):
-                prefix = f"optimizer/{i}/{j}/"
-                state = {k.removeprefix(prefix): v for k, v in own.items() if k.startswith(prefix)}
-                parameter.copy_(state.pop("parameter"))
-                inner.state[parameter] = {
-                    name: value.to(parameter.device if value.dim() else "cpu") for name, value in state.items()
-                }
 
 
 def _complete_optimizer_state(optimizer: Any) -> None:

@@ -1,0 +1,127 @@
+"""What lies on the disk when writes fail, trainers die and checkpoints are broken; without megatron."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ConfigFactory
+from trainer.main import Checkpoints
+from trainer.megatron import checkpoint
+from trainer.megatron.checkpoint import TrainingState, latest, save_checkpoint
+from trainer.megatron.optimizer_state import optimizer_part, restore_optimizer_part
+from trainer.tensor_file import save_tensors
+
+
+@pytest.fixture
+def policy(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A policy of one rank whose tensors are one file."""
+    tensors = SimpleNamespace(
+        stage_tensors=lambda policy: "staged",
+        write_tensors=lambda staged, folder, ranks: (folder / "tensors.distcp").write_text(staged),
+    )
+    monkeypatch.setitem(sys.modules, "trainer.megatron.checkpoint_io", tensors)
+    monkeypatch.setattr(checkpoint, "gather_bytes", lambda payload, group: [payload])
+    return SimpleNamespace(
+        config=make_config(),
+        parallel=SimpleNamespace(rank=0, world=1, is_main=True, writers=None),
+        tensors=tensors,
+    )
+
+
+def save(policy: Any, root: Path, step: int, keep: int) -> None:
+    save_checkpoint(policy, root, TrainingState(step, step, (), 0, "hash"), keep=keep)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_broken_checkpoint_of_a_later_step_does_not_push_out_the_one_just_written(
+    policy: Any, tmp_path: Path, keep: int
+) -> None:
+    for step in (10, 20, 30):
+        save(policy, tmp_path, step, keep=3)
+    for step in (20, 30):
+        (tmp_path / f"step-{step:08d}" / "tensors.distcp").write_text("rotten")
+    save(policy, tmp_path, 15, keep)
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.name == "step-00000015"
+    assert (tmp_path / "step-00000010").exists() is (keep == 2)
+
+
+def test_a_disk_that_is_full_leaves_the_earlier_checkpoints_and_is_an_oserror(policy: Any, tmp_path: Path) -> None:
+    save(policy, tmp_path, 1, keep=1)
+
+    def no_room(staged: str, folder: Path, ranks: object) -> None:
+        save_tensors({"x": torch.zeros(3)}, folder / "gone" / "rank-00000.safetensors")
+
+    policy.tensors.write_tensors = no_room
+    with pytest.raises(OSError, match=r"could not be written: .*rank-00000.safetensors"):
+        save(policy, tmp_path, 2, keep=1)
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.name == "step-00000001"
+
+
+def test_one_rank_looks_for_the_checkpoint_that_all_resume_from(
+    make_config: ConfigFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_here(root: Path) -> Path:
+        raise AssertionError("this rank is not the main one")
+
+    parallel = SimpleNamespace(is_main=False, broadcast_bytes=lambda payload: str(tmp_path / "step-00000007").encode())
+    loaded: list[Path] = []
+
+    def load(policy: object, folder: Path) -> TrainingState:
+        loaded.append(folder)
+        return TrainingState(7, 7, (), 0, "hash")
+
+    monkeypatch.setattr(checkpoint, "latest", not_here)
+    monkeypatch.setattr(checkpoint, "load_checkpoint", load)
+    state = Checkpoints(make_config(), SimpleNamespace(parallel=parallel)).load_newest()
+    assert state is not None
+    assert (state.step, loaded) == (7, [tmp_path / "step-00000007"])
+
+
+class Fused(torch.optim.Optimizer):
+    """Counts its steps by group, as the optimizers of Transformer Engine and apex do."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))], {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+        for parameter in group["params"]:
+            self.state[parameter]["exp_avg"] = torch.full_like(parameter, float(group["step"]))
+
+
+def test_an_optimizer_that_counts_its_steps_by_group_goes_on_counting_after_a_resume() -> None:
+    before, after = Fused(), Fused()
+    for _ in range(5):
+        before.step()
+    own = {name: value.detach().clone() for name, value in optimizer_part([before]).items()}
+    restore_optimizer_part([after], own)
+    assert after.param_groups[0]["step"] == 5
+    after.step()
+    assert [float(after.state[p]["exp_avg"][0]) for p in after.param_groups[0]["params"]] == [6.0, 6.0]
+
+
+def test_an_optimizer_that_counts_its_steps_by_parameter_goes_on_bit_for_bit() -> None:
+    start = torch.arange(3.0)
+    before, after = (torch.optim.AdamW([torch.nn.Parameter(start.clone())], lr=0.1) for _ in range(2))
+
+    def step(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        return parameter.detach().clone()
+
+    for _ in range(3):
+        step(before)
+    restore_optimizer_part([after], {k: v.detach().clone() for k, v in optimizer_part([before]).items()})
+    assert torch.equal(step(after), step(before))
