@@ -124,6 +124,27 @@ def test_a_process_has_longer_to_end_than_it_needs_to_drain(overlay: str) -> Non
     assert drains["trainer"] > 0 or overlay == "kuberay"  # Ray ends the driver as it likes
 
 
+@every_overlay
+def test_no_pod_of_redis_or_the_trainer_may_be_evicted_and_a_budget_can_be_counted(overlay: str) -> None:
+    budgets = {m["metadata"]["name"]: m["spec"] for m in manifests(overlay) if m["kind"] == "PodDisruptionBudget"}
+    assert budgets["redis"]["maxUnavailable"] == 0
+    scaled = {m["metadata"]["name"] for m in manifests(overlay) if m["kind"] in ("Deployment", "StatefulSet")}
+    assert set(budgets) - scaled == {"trainer"}
+    (trainer,) = (m for m in manifests(overlay) if m["kind"] in ("Job", "RayJob"))
+    groups = trainer["spec"].get("rayClusterSpec", {}).get("workerGroupSpecs", [])
+    pods = 1 + sum(group["replicas"] for group in groups) if groups else trainer["spec"]["parallelism"]
+    # Pods of what has no scale, as a Job, can be counted by a whole number that has to be there, and by nothing else.
+    assert budgets["trainer"] == {"minAvailable": pods, "selector": budgets["trainer"]["selector"]}
+
+
+@every_overlay
+def test_redis_has_room_on_disk_for_an_append_only_file_that_is_written_anew(overlay: str) -> None:
+    (redis,) = (m["spec"] for m in manifests(overlay) if m["kind"] == "StatefulSet")
+    (container,), (claim,) = redis["template"]["spec"]["containers"], redis["volumeClaimTemplates"]
+    most = next(v["value"] for v in container["env"] if v["name"] == "REDIS_MAXMEMORY")
+    assert int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) >= 3 * int(most.removesuffix("gb"))
+
+
 @pytest.mark.parametrize(
     ("overlay", "trainer_gpus", "engine_gpus"),
     [("gpu-qwen3-30b-a3b", 8, 8), ("gpu-qwen3-30b-a3b-4-nodes", 16, 16)],
