@@ -55,7 +55,8 @@ RUN groupadd --gid 10001 lagrange \
  && install -d -o 10001 -g 10001 /var/lib/lagrange
 COPY --from=build /opt/sglang /opt/sglang
 COPY --from=build /opt/lagrange /opt/lagrange
-ENV PATH=/opt/lagrange/bin:/usr/local/bin:/usr/bin:/bin HOME=/tmp OMP_NUM_THREADS=1 \
+ENV PATH=/opt/lagrange/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/tmp OMP_NUM_THREADS=1 \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false
 # Above: /health then says whether the server is up, at once; generating is what the supervisor probes, once, at start.
 USER 10001:10001

@@ -51,7 +51,8 @@ RUN groupadd --gid 10001 lagrange \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin lagrange \
  && install -d -o 10001 -g 10001 /var/lib/lagrange
 COPY --from=build /opt/lagrange /opt/lagrange
-ENV PATH=/opt/lagrange/bin:/usr/local/bin:/usr/bin:/bin HOME=/tmp OMP_NUM_THREADS=1 \
+ENV PATH=/opt/lagrange/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/tmp OMP_NUM_THREADS=1 \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /var/lib/lagrange

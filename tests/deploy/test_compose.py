@@ -162,6 +162,9 @@ def test_gpus_pinned_memory_and_their_images_are_in_the_override_alone() -> None
         assert "deploy" not in service(name) or "reservations" not in service(name)["deploy"].get("resources", {})
         gpu = service(name, gpu=True)
         assert gpu["ulimits"]["memlock"] == -1
+        (scratch,) = gpu["tmpfs"]
+        assert scratch.startswith("/tmp:")
+        assert "exec" in scratch.split(",")  # compiled kernels are loaded from there
         (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
         assert device["driver"] == "nvidia"
         assert gpu["build"]["args"]["VARIANT"] == "gpu"
