@@ -28,6 +28,9 @@ STOP_GRACE_S = 8.0
 """After one rank has ended badly, the others have this long to end by themselves, in seconds; after a signal all have,
 unless LAGRANGE_DRAIN_S says how long a step and a checkpoint may take."""
 
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a rank that ended well, but before the run did, because it was asked to."""
+
 _POLL_S = 0.05
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 PARENT = "LAGRANGE_LAUNCHER_PID"
@@ -35,7 +38,7 @@ PARENT = "LAGRANGE_LAUNCHER_PID"
 
 
 def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
-    """Run module.main(arguments) on every rank of trainer.layout; returns the exit code (0 if all ranks' is 0).
+    """Run module.main(arguments) on every rank of trainer.layout; returns the exit code, as `outcome` says.
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment. With one rank, or when
     torchrun has already started this process as one, the module runs in this process. SIGTERM and SIGINT are passed on
@@ -84,7 +87,7 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 
 
 def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
-    """Run processes until all have ended, or one has failed; returns the first failure's exit code, else 0."""
+    """Run processes until all have ended, or one has failed; returns the exit code, as `outcome` says."""
     patience = stop_seconds()
     with signals_noted() as noted:
         processes: list[subprocess.Popen[bytes]] = []
@@ -93,11 +96,8 @@ def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
             passed_on: float | None = None
             while True:
                 codes = [process.poll() for process in processes]
-                failed = next((code for code in codes if code), None)
-                if failed is not None:
-                    return 128 - failed if failed < 0 else failed
-                if all(code == 0 for code in codes):
-                    return 0
+                if (code := outcome(codes)) is not None:
+                    return code
                 if noted and passed_on is None:
                     passed_on = time.monotonic()
                     for process in processes:
@@ -107,6 +107,17 @@ def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
                 time.sleep(_POLL_S)
         finally:
             _end(processes)
+
+
+def outcome(codes: Sequence[int | None]) -> int | None:
+    """What ranks that ended with these codes (None: still runs) did together: None while they run and none has failed,
+    else the code of the first that failed, STOPPED if one stopped on request, or 0."""
+    failed = next((code for code in codes if code not in (None, 0, STOPPED)), None)
+    if failed is not None:
+        return 128 - failed if failed < 0 else failed
+    if None in codes:
+        return None
+    return STOPPED if STOPPED in codes else 0
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

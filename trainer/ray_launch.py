@@ -20,7 +20,7 @@ import structlog
 
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from trainer.launch import PARENT, free_port, signals_noted, stop_seconds
+from trainer.launch import PARENT, free_port, outcome, signals_noted, stop_seconds
 
 log = structlog.get_logger()
 
@@ -186,11 +186,8 @@ def _watch(ray: Any, actors: Sequence[Any], noted: list[int]) -> int:
     passed_on: float | None = None
     while True:
         codes: list[int | None] = ray.get([a.poll.remote() for a in actors], timeout=30)
-        failed = next((code for code in codes if code), None)
-        if failed is not None:
-            return 128 - failed if failed < 0 else failed
-        if all(code == 0 for code in codes):
-            return 0
+        if (code := outcome(codes)) is not None:
+            return code
         if noted and passed_on is None:
             passed_on = time.monotonic()
             ray.get([a.send.remote(noted[0]) for a in actors], timeout=30)

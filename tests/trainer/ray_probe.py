@@ -8,6 +8,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.launch import STOPPED
+
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,4 +37,5 @@ def main(arguments: Sequence[str]) -> int:
         while not (folder / "go").exists():
             signal.sigtimedwait([], 0.02)
         (folder / f"saved-{rank}").touch()
+        return STOPPED
     return 0

@@ -13,7 +13,7 @@ import pytest
 from configs.load import ConfigError, save_config
 from tests.broker.helpers import wait_for
 from tests.conftest import ConfigFactory
-from trainer.launch import stop_seconds
+from trainer.launch import STOPPED, outcome, stop_seconds
 
 START = (
     "import sys; from pathlib import Path; import trainer.launch as launch; from configs.load import load_config;"
@@ -35,7 +35,7 @@ def test_ranks_that_are_told_to_stop_have_the_time_for_a_step_and_a_checkpoint(
             launcher.send_signal(signal.SIGTERM)
             wait_for(lambda: len(list(lives.glob("asked-*"))) == 2)
             (lives / "go").touch()
-            assert launcher.wait(30) == 0
+            assert launcher.wait(30) == STOPPED
         finally:
             launcher.kill()
     assert sorted(path.name for path in lives.glob("saved-*")) == ["saved-0", "saved-1"]
@@ -46,3 +46,20 @@ def test_a_time_to_stop_that_is_none_is_refused(text: str, monkeypatch: pytest.M
     monkeypatch.setenv("LAGRANGE_DRAIN_S", text)
     with pytest.raises(ConfigError, match="LAGRANGE_DRAIN_S"):
         stop_seconds()
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0, None], None),
+        ([STOPPED, None], None),
+        ([None, 3], 3),
+        ([STOPPED, -9], 128 + 9),
+        ([0, 0], 0),
+        ([STOPPED, 0], STOPPED),
+    ],
+)
+def test_ranks_that_stopped_on_request_are_neither_failed_nor_done(
+    codes: list[int | None], expected: int | None
+) -> None:
+    assert outcome(codes) == expected

@@ -23,6 +23,7 @@ from configs.load import save_config
 from configs.schema import RunConfig, TinyModel
 from services.local.tiny_model import write_tiny_model
 from tests.conftest import ConfigFactory
+from trainer.launch import STOPPED
 
 pytestmark = pytest.mark.megatron
 
@@ -189,7 +190,7 @@ def test_a_trainer_that_is_ended_and_then_killed_resumes_each_time_and_trains_no
     with Feeder(broker, config).running():
         asked = run_until(3)
         asked.send_signal(signal.SIGTERM)
-        assert asked.wait(30) == 0, explain(tmp_path)
+        assert asked.wait(30) == STOPPED, explain(tmp_path)
         stopped_at = broker.snapshot().step
         assert broker.snapshot().durable_step == stopped_at  # everything was written before it ended
         killed = run_until(stopped_at + 3)
