@@ -22,6 +22,7 @@ import httpx
 
 MAX_ANSWER_BYTES = 32 << 20
 ABORTED_S = 0.9  # until aborted requests have left; longer would cost more than it saves
+ABORT_AGAIN_S = 0.25  # then twice that, and so on
 T = TypeVar("T")
 
 
@@ -151,22 +152,22 @@ class EngineClient:
     async def load(self, folder: Path | str, name: str, *, drain: bool) -> Done[None] | Lost:
         """Load the weights of `folder` (absolute, as the engine sees it), flush the cache, and call them `name`.
 
-        drain: the engine is not paused. It then holds new requests back, waits until the running ones have ended, and
-        loads (SGLang's own readers-writer lock: nothing can slip in between). What still runs after the drain time is
-        aborted; the partial answers go back to the workers.
+        An engine that is not paused holds new requests back, waits until the running ones have left, and loads
+        (SGLang's own readers-writer lock: nothing can slip in between). drain: they have the drain time to end; then,
+        else at once, they are aborted, and their partial answers go back to the workers. An abort misses a request that
+        was let in and has not reached the scheduler yet, so it is repeated for as long as the load does not answer.
         """
-        body = {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False, "weight_version": name}
-        limit_s = self._timeouts.load + (self._timeouts.drain if drain else 0.0)
+        body = {"model_path": str(folder), "flush_cache": True, "abort_all_requests": not drain, "weight_version": name}
+        drain_s = self._timeouts.drain if drain else 0.0
+        limit_s, wait_s, again_s = self._timeouts.load + drain_s, drain_s or ABORT_AGAIN_S, ABORT_AGAIN_S
         asked = asyncio.ensure_future(self._json("POST", "/update_weights_from_disk", limit_s, body))
         try:
-            if drain:
-                await asyncio.wait({asked}, timeout=self._timeouts.drain)
-                if not asked.done():
-                    await self.abort()
-            answer = await asked
+            while not (await asyncio.wait({asked}, timeout=wait_s))[0]:
+                await self.abort()
+                wait_s, again_s = again_s, 2 * again_s
+            return _succeeded(asked.result())
         finally:
             asked.cancel()
-        return _succeeded(answer)
 
     async def join_group(self, group: str, address: str, port: int, world: int, backend: str) -> Done[None] | Lost:
         """Let all its ranks join a process group as ranks 1, 2, ...; rank 0 waits for them at address:port."""

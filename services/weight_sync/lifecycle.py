@@ -6,7 +6,8 @@ Invariants (held for every order of events by tests/weight_sync/test_lifecycle.p
   follows.
 - `maybe_paused` is set before a pause is sent and cleared only by a continue that was confirmed; while it is set, the
   next command that can be given is Continue, unless the engine is on its way to a load.
-- A pause lasts for the load alone; what runs from then until Verify has ended carries no version.
+- A pause lasts for the load alone, and a load that the engine carries out under its own lock has none; what runs from
+  then until Verify has ended carries no version.
 - Newest wins: the version to load is chosen when the way to it begins, never queued.
 - What a load brings is called `unverified-N` by the engine until Verify has read it back; only then it gets the name N.
   The engine stamps each token with the name, so a token of weights that nobody verified can never pass for one of N.
@@ -28,7 +29,7 @@ IDLE_STATES = (EngineState.JOINING, EngineState.SERVING, EngineState.QUARANTINED
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Limits. drain: let running requests end before a load (else abort them). locked: a load is one request, which the
-    engine carries out under its own lock, so that after a drain it need not be paused. tries: failed tries in a row
+    engine carries out under its own lock, so that it need not be paused. tries: failed tries in a row
     before the waits begin. back_off_s, back_off_max_s: those waits, doubled each time. misses: probes without an answer
     that make an engine unusable (a refused connection does at once). gone_after_s: silence after which it is gone."""
 
@@ -78,7 +79,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load this version, flush the cache. drain: the engine is not paused; it lets running requests end first."""
+    """Load this version, flush the cache. drain: let running requests end first, else they are aborted."""
 
     version: int
     drain: bool = False
@@ -194,7 +195,7 @@ def step(  # noqa: PLR0911 - one line for each pair of command and event reads b
         case Answered(), _:
             return _answered(life, event, at)
         case Succeeded(), Pause():
-            return _load(life)
+            return _load(life, drain=False)
         case Succeeded(), Load():
             life = replace(life, state=EngineState.VERIFYING)
             return life, Continue() if life.maybe_paused else Verify(life.target)
@@ -264,16 +265,15 @@ def _due(life: Life, at: Moment, wanted: int) -> bool:
 
 def _begin(life: Life, at: Moment, wanted: int | None) -> tuple[Life, Command]:
     life = replace(life, target=-1 if wanted is None else wanted)
-    if at.policy.drain and at.policy.locked:
-        return _load(life)
+    if at.policy.locked:
+        return _load(life, at.policy.drain)
     state = EngineState.PAUSING if life.state is EngineState.SERVING else life.state
     return replace(life, state=state, maybe_paused=True, detail=f"pausing for version {wanted}"), Pause(at.policy.drain)
 
 
-def _load(life: Life) -> tuple[Life, Command]:
+def _load(life: Life, drain: bool) -> tuple[Life, Command]:
     serves = life.state in (EngineState.SERVING, EngineState.PAUSING)
     state = EngineState.UPDATING if serves else EngineState.LOADING
-    drain = not life.maybe_paused
     what = "draining, then loading" if drain else "loading"
     return replace(life, state=state, detail=f"{what} version {life.target}"), Load(life.target, drain)
 

@@ -45,8 +45,8 @@ class Fleet(Protocol):
     def staged(self) -> Staged | None:
         """The newest version that may be loaded."""
 
-    def wanted(self, member: Member) -> int | None:
-        """The version that a member may be brought to now; None: it stays as it is."""
+    def wanted(self, member: Member) -> Staged | None:
+        """What a member may be brought to now, ready to be loaded; None: it stays as it is."""
 
     def reference(self, version: int) -> str | None:
         """Overall checksum that some engine was confirmed with for this version."""
@@ -83,8 +83,9 @@ class Member:
     life: lc.Life
     figures: Figures = field(default_factory=Figures)
     task: asyncio.Task[None] | None = None
-    loading: Staged | None = None  # what the last load was of: the newest may be another one by now
-    paused_at: float | None = None
+    loading: Staged | None = None  # what was ready when the last way to a load began; the newest may be another by now
+    waits_since: float | None = None  # since when nothing has been ready that it may be brought to
+    held_at: float | None = None  # since when the engine has held requests back, paused or by its lock
     left_at: float | None = None
     expired: bool = False  # its supervisor has not said for long that it lives
     asks_whether_idle: bool = False
@@ -121,8 +122,11 @@ class Member:
             raise
 
     def _step(self, fleet: Fleet, event: lc.Event, last: lc.Command | None) -> tuple[lc.Life, lc.Command | None]:
-        before = self.life
-        self.life, command = lc.step(before, event, lc.Moment(fleet.policy, fleet.clock(), fleet.wanted(self)), last)
+        before, ready = self.life, fleet.wanted(self)
+        moment = lc.Moment(fleet.policy, fleet.clock(), ready.version if ready else None)
+        self.life, command = lc.step(before, event, moment, last)
+        if ready is not None and ready.version == self.life.target:
+            self.loading = ready
         if self.life.failures > before.failures:
             self.figures.failures += 1
         if self.life.state is not before.state:
@@ -149,7 +153,8 @@ class Member:
             )
             if not _allowed(fleet, command):
                 return life, None  # the next look finds out who leads; a process that takes over starts from the record
-            if wanted == self.shown or (_while_paused(command) and self.shown.state in PAUSED_STATES):
+            while_paused = life.maybe_paused and isinstance(command, lc.Load | lc.Continue)
+            if wanted == self.shown or (while_paused and self.shown.state in PAUSED_STATES):
                 return life, command
             try:
                 written = await asyncio.to_thread(fleet.registry.update_engine, wanted, self.shown.state)
@@ -170,10 +175,10 @@ class Member:
             return self._probed(await self.client.probe())
         if isinstance(command, lc.Pause):
             await self.client.quiet(drain=command.drain)
-            self.paused_at = fleet.clock()
+            self.held_at = fleet.clock()
             return _event(await self.client.pause())
         if isinstance(command, lc.Continue):
-            return self._resumed(fleet, await self.client.resume())
+            return self._released(fleet, await self.client.resume())
         if isinstance(command, lc.Load):
             return await self._load(fleet, command)
         return await self._verify(fleet, command.version)
@@ -184,25 +189,26 @@ class Member:
             return lc.Silent(outcome.refused, self.expired)
         return lc.Answered(outcome.value.weights, outcome.value.paused)
 
-    def _resumed(self, fleet: Fleet, outcome: Done[None] | Lost) -> lc.Event:
-        if isinstance(outcome, Done) and self.paused_at is not None:
-            self.figures.last_pause_seconds = fleet.clock() - self.paused_at
+    def _released(self, fleet: Fleet, outcome: Done[None] | Lost) -> lc.Event:
+        """A continue was answered, or a load without a pause."""
+        if isinstance(outcome, Done) and self.held_at is not None:
+            self.figures.last_pause_seconds = fleet.clock() - self.held_at
             self.figures.pause_seconds += self.figures.last_pause_seconds
-            self.paused_at = None
+            self.held_at = None
         return _event(outcome)
 
     async def _load(self, fleet: Fleet, command: lc.Load) -> lc.Event:
-        staged = fleet.staged
-        if staged is None or staged.version < command.version:
+        staged, began = self.loading, fleet.clock()
+        if staged is None or staged.version != command.version:
             return lc.Failed(f"version {command.version} is not staged")
-        if staged.version > command.version:  # a newer one was staged while this engine was paused: that one is loaded
-            self.life = replace(self.life, target=staged.version)
-        self.loading, began = staged, fleet.clock()
         name = unverified(staged.version)
         outcome = await fleet.transport.load(self.shown, self.client, staged, name, drain=command.drain)
         self.figures.last_load_seconds = fleet.clock() - began
         self.figures.load_seconds += self.figures.last_load_seconds
-        return _event(outcome)
+        if self.life.maybe_paused:
+            return _event(outcome)
+        self.held_at = began
+        return self._released(fleet, outcome)
 
     async def _verify(self, fleet: Fleet, version: int) -> lc.Event:
         weights, sums = await asyncio.gather(self.client.weights(), self.client.checksums())
@@ -237,10 +243,6 @@ class Member:
             return lc.Failed(f"the weights are still those of version {same[0]}")
         fleet.confirmed(version, total, staged)
         return lc.Succeeded(total)
-
-
-def _while_paused(command: lc.Command | None) -> bool:
-    return isinstance(command, lc.Continue) or (isinstance(command, lc.Load) and not command.drain)
 
 
 def _allowed(fleet: Fleet, command: lc.Command | None) -> bool:

@@ -60,7 +60,7 @@ def _of_engines(members: list[Member]) -> Iterator[Any]:
         ),
         "engine_last_load_seconds": ("Time of the last load.", lambda m: m.figures.last_load_seconds),
         "engine_last_pause_seconds": (
-            "Time from pause to continue, last time.",
+            "Time for which the last load had requests held back, paused or by the engine's own lock.",
             lambda m: m.figures.last_pause_seconds,
         ),
         "engine_last_unroutable_seconds": (
@@ -82,7 +82,7 @@ def _of_engines(members: list[Member]) -> Iterator[Any]:
             lambda m: m.figures.verified_exactly,
         ),
         "engine_load_seconds": ("Time spent in loads.", lambda m: m.figures.load_seconds),
-        "engine_pause_seconds": ("Time spent paused.", lambda m: m.figures.pause_seconds),
+        "engine_pause_seconds": ("Time for which requests were held back.", lambda m: m.figures.pause_seconds),
         "engine_unroutable_seconds": ("Time not routable after having served.", lambda m: m.figures.unroutable_seconds),
     }
     for name, (text, value) in counters.items():

@@ -89,7 +89,6 @@ class Reconciler:
         self.last_round: float = clock()
         self._http, self._settings = http, settings
         self._staged: Staged | None = None
-        self._staged_at = 0.0
         self._staging: asyncio.Task[None] | None = None
         self._staging_not_before = 0.0
         self.lease = Lease(registry, settings.lease_s, clock)
@@ -102,17 +101,19 @@ class Reconciler:
         """The newest version that may be loaded."""
         return self._staged
 
-    def wanted(self, member: Member) -> int | None:
-        """The version that a member may be brought to now; None: it stays as it is."""
+    def wanted(self, member: Member) -> Staged | None:
+        """What a member may be brought to now, ready to be loaded; None: it stays as it is."""
         if self._staged is None:
             return None
         if member.life.state is EngineState.SERVING:
             out = sum(m.is_out for m in self.members.values() if m is not member)
             if not may_leave(self._settings.strategy, out, idle=member.idle):
                 return None
-        waited_s = self.clock() - self._staged_at
-        ready = self.transport.ready(member.shown, member.client, self._staged, waited_s)
-        return self._staged.version if ready else None
+        now = self.clock()
+        since = now if member.waits_since is None else member.waits_since
+        ready = self.transport.ready(member.shown, member.client, self._staged, now - since)
+        member.waits_since = None if ready else since
+        return self._staged if ready else None
 
     def reference(self, version: int) -> str | None:
         """Overall checksum that this version was confirmed with, by this process or as the registry shows."""
@@ -248,7 +249,7 @@ class Reconciler:
         """A drive ended: if an engine may now be brought to a newer version, that need not wait for the interval."""
         for member in self.members.values():
             wanted = self.wanted(member)
-            if not member.busy and member.shown.routable and wanted is not None and member.shown.version < wanted:
+            if not member.busy and member.shown.routable and wanted and member.shown.version < wanted.version:
                 self._wake.set()
 
     def _interval(self) -> float:
@@ -314,7 +315,7 @@ class Reconciler:
             return
         for member in self.members.values():
             member.idle = False  # what was seen before this version is too old to let it begin: ask again
-        self._staged, self._staged_at, self.staging_problem = staged, self.clock(), ""
+        self._staged, self.staging_problem = staged, ""
         self.totals.stagings += 1
         self.totals.staged_bytes += staged.bytes
         self.totals.last_staging_seconds = self.clock() - began

@@ -23,7 +23,10 @@ class Transport(Protocol):
     one_call: bool
 
     def ready(self, engine: EngineRecord, client: EngineClient, staged: Staged, waited_s: float) -> bool:
-        """Whether all is done that can be before the engine is taken out; starts doing it. waited_s: since staging."""
+        """Whether all is done that can be before the engine is taken out; starts doing it.
+
+        waited_s: since it was not, for this version or for those before it.
+        """
         ...
 
     async def load(

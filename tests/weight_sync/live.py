@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from broker.queue import Broker
 from broker.types import EngineRecord, EngineState, VersionRecord
 from configs.schema import RunConfig
+from services.weight_sync.distributed import Distributed, Reach
 from services.weight_sync.engine_client import Timeouts
 from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
@@ -32,6 +34,15 @@ from tests.fakes.engine import FakeEngine
 EXPERTS, HIDDEN, INNER, VOCABULARY = 4, 8, 6, 10
 PATIENT = Timeouts(probe=10, load=10, pause=10, drain=0.5, poll=0.005)  # for what answers: never too short
 FAST = Timeouts(probe=0.4, load=0.4, pause=0.4, drain=0.3, poll=0.005)  # for what does not answer
+FAKE_SENDER = Path(__file__).parents[1] / "fakes" / "sender.py"
+FAULTS: dict[str, dict[str, Any]] = {
+    "refused": {"kind": "drop"},
+    "black-hole": {"kind": "hang", "seconds": 3600.0},
+    "error": {"kind": "status", "code": 500},
+    "unreadable": {"kind": "garbage"},
+    "refused-after-applying": {"kind": "after", "code": 400, "body": {"success": False, "message": "x"}},
+    "says-so-without-doing": {"kind": "lie"},
+}
 
 
 @contextlib.contextmanager
@@ -254,3 +265,19 @@ async def syncing(
             reconciler.stop()
             await task
     assert reconciler.totals.unexpected_errors == 0
+
+
+def reach(how: str = "", bucket_bytes: int = 1024, **environment: str) -> Reach:
+    """Engines are reached by the fake sender. how: what is wrong with it."""
+    environment |= {"PATH": os.environ["PATH"], "FAKE_SENDER": how}
+    return Reach(Path(sys.executable), "127.0.0.1", 1, "gloo", bucket_bytes, 5.0, environment, FAKE_SENDER)
+
+
+@contextlib.asynccontextmanager
+async def broadcasting(
+    w: World, how: str = "", *, timeouts: Timeouts = PATIENT, drain: bool = True
+) -> AsyncIterator[Reconciler]:
+    """The reconciler at work with the one transport for which an engine is paused."""
+    transport = lambda wake: Distributed(reach(how), wake)  # noqa: E731
+    async with syncing(w, timeouts=timeouts, transport=transport, drain=drain) as reconciler:
+        yield reconciler

@@ -62,11 +62,11 @@ HAPPENINGS = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(HAPPENINGS, st.booleans())
+@given(HAPPENINGS, st.booleans(), st.booleans())
 def test_an_engine_is_routable_only_with_the_weights_that_were_confirmed_and_is_never_left_paused(
-    happenings: list[tuple[str, int]], drain: bool
+    happenings: list[tuple[str, int]], drain: bool, locked: bool
 ) -> None:
-    policy = lc.Policy(drain=drain, tries=2, gone_after_s=5.0)
+    policy = lc.Policy(drain=drain, locked=locked, tries=2, gone_after_s=5.0)
     life, engine, wanted, now = lc.Life(EngineState.JOINING), Engine(), 0, 0.0
     for happening, growth in happenings:
         wanted, now = wanted + growth, now + 1.0
@@ -99,7 +99,7 @@ def test_an_engine_is_routable_only_with_the_weights_that_were_confirmed_and_is_
 @given(st.sampled_from(["fail", "lost"]), st.integers(0, 6))
 def test_a_command_that_fails_at_any_place_quarantines_the_engine_and_continues_it(outcome: str, at: int) -> None:
     life = lc.Life(EngineState.SERVING, version=3, target=3)
-    policy = lc.Policy(drain=False)
+    policy = lc.Policy(drain=False, locked=False)
     life, command = lc.step(life, lc.Tick(), lc.Moment(policy, 0.0, 4))
     seen: list[str] = []
     for index in range(20):
@@ -125,11 +125,22 @@ def test_ten_versions_behind_is_one_load() -> None:
     assert engine.log == ["Probe", "Load", "Verify"]
 
 
-def test_in_abort_mode_the_engine_is_paused_for_the_load_alone_and_serves_only_after_the_check() -> None:
+@pytest.mark.parametrize("drain", [True, False])
+def test_an_engine_is_paused_for_the_load_alone_and_serves_only_after_the_check(drain: bool) -> None:
     life, engine = lc.Life(EngineState.SERVING, version=3, target=3), Engine(weights="3")
-    life = run_step(life, engine, "ok", lc.Moment(lc.Policy(drain=False), 0.0, 4))
+    life = run_step(life, engine, "ok", lc.Moment(lc.Policy(drain=drain, locked=False), 0.0, 4))
     assert engine.log == ["Probe", "Pause", "Load", "Continue", "Verify"]
     assert life.state is EngineState.SERVING
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_an_engine_that_loads_under_its_own_lock_is_never_paused_and_out_before_it_is_told_to(drain: bool) -> None:
+    serving, at = lc.Life(EngineState.SERVING, version=3, target=3), lc.Moment(lc.Policy(drain=drain), 0.0, 4)
+    life, command = lc.step(serving, lc.Newer(), at)
+    assert (life.state, life.maybe_paused, command) == (EngineState.UPDATING, False, lc.Load(4, drain))
+    engine = Engine(weights="3")
+    life = run_step(serving, engine, "ok", at)
+    assert (life.state, engine.log) == (EngineState.SERVING, ["Probe", "Load", "Verify"])
 
 
 def test_a_newer_version_is_loaded_without_a_look_only_where_the_engine_is_known_to_serve() -> None:

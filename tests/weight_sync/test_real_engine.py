@@ -127,16 +127,16 @@ async def test_updates_reach_a_real_engine_verified_exactly_with_and_without_run
     assert compare(await checksums(engine), other)[0] is Verdict.DIFFERENT
 
     async with syncing(engine, drain=False) as reconciler:
-        body = {"input_ids": [[5, 6]] * 4, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
-        running = asyncio.create_task(asyncio.to_thread(engine.post, "/generate", body))
-        second = publish()
-        await until(lambda: confirmed(second.version), 120)
+        over = asyncio.Event()
+        asking = [asyncio.create_task(ask_until(over, engine)) for _ in range(8)]
+        for _ in range(3):
+            second = publish()
+            await until(lambda: confirmed(second.version), 120)  # noqa: B023 (awaited in the same turn)
         figures = reconciler.members["engine-0"].figures
-        assert figures.verified_exactly == 1
-        assert figures.last_pause_seconds > 0
-        for answer in (await running).json():
-            named = {span["version"].removeprefix("unverified-") for span in answer["meta_info"]["weight_versions"]}
-            assert len(named) <= 1, "no sample mixes the weights of versions"
+        assert (figures.verified_exactly, figures.failures) == (3, 0)
+        assert not reconciler.members["engine-0"].life.maybe_paused
+        over.set()
+        assert sum(await asyncio.gather(*asking)) > 0
     answer = await asyncio.to_thread(
         engine.post, "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
     )
@@ -148,6 +148,25 @@ async def test_updates_reach_a_real_engine_verified_exactly_with_and_without_run
         await until(lambda: reconciler.members and reconciler.members["engine-0"].figures.failures == 1, 60)
         await until(lambda: confirmed(second.version), 60)
     assert compare(await checksums(engine), expected_checksums(Path(second.path), "float32"))[0] is Verdict.EXACT
+
+
+async def ask_until(over: asyncio.Event, engine: RealEngine) -> int:
+    """Ask for long answers, one after another, and check each; how many came back aborted with some tokens."""
+    body: dict[str, object] = {"input_ids": [5, 6], "return_logprob": True, "return_routed_experts": True}
+    body |= {"sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    aborted = 0
+    async with httpx.AsyncClient(trust_env=False, headers=engine.headers, timeout=60) as http:
+        while not over.is_set():
+            response = await http.post(engine.url + "/generate", json=body)
+            assert response.status_code == 200, response.text
+            answer = response.json()
+            meta, count = answer["meta_info"], len(answer["output_ids"])
+            named = {span["version"].removeprefix("unverified-") for span in meta["weight_versions"]}
+            assert len(named) <= 1, "no sample mixes the weights of versions"
+            assert len(meta["output_token_logprobs"]) == count
+            assert count == 0 or meta["routed_experts"]
+            aborted += meta["finish_reason"]["type"] == "abort" and count > 0
+    return aborted
 
 
 class Publisher:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,27 +11,23 @@ from typing import Any
 
 import pytest
 
-from broker.types import EngineState
+from broker.types import EngineRecord, EngineState, VersionRecord
 from rollout.local_copy import Keeper
-from services.weight_sync.distributed import Distributed, Reach, buckets, within
+from services.weight_sync.distributed import Distributed, buckets, within
 from services.weight_sync.main import transport_of
-from services.weight_sync.reconciler import Reconciler
 from services.weight_sync.transports import Delta, Disk, Transport
-from tests.weight_sync.live import FAST, PATIENT, World, config, syncing, until, write_version
-
-FAKE_SENDER = Path(__file__).parents[1] / "fakes" / "sender.py"
-
-
-def reach(how: str = "", bucket_bytes: int = 1024, **environment: str) -> Reach:
-    environment |= {"PATH": os.environ["PATH"], "FAKE_SENDER": how}
-    return Reach(Path(sys.executable), "127.0.0.1", 1, "gloo", bucket_bytes, 5.0, environment, FAKE_SENDER)
-
-
-@contextlib.asynccontextmanager
-async def broadcasting(w: World, how: str = "", *, fast: bool = False) -> AsyncIterator[Reconciler]:
-    timeouts = FAST if fast else PATIENT
-    async with syncing(w, timeouts=timeouts, transport=lambda wake: Distributed(reach(how), wake)) as reconciler:
-        yield reconciler
+from tests.weight_sync.live import (
+    FAST,
+    FAULTS,
+    World,
+    broadcasting,
+    config,
+    reach,
+    syncing,
+    until,
+    wait_for,
+    write_version,
+)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("disk", Disk), ("delta", Delta), ("distributed", Distributed)])
@@ -109,13 +102,14 @@ async def test_without_a_sender_the_published_files_are_loaded(w: World, how: st
     assert (engine.paused, engine.session) == (None, False)
 
 
-STEPS = ["/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"]
-FAULTS: dict[str, dict[str, Any]] = {
-    "refused": {"kind": "drop"},
-    "black-hole": {"kind": "hang", "seconds": 3600.0},
-    "error": {"kind": "status", "code": 500},
-    "refused-after-applying": {"kind": "after", "code": 400, "body": {"success": False, "message": "x"}},
-}
+STEPS = [
+    "/init_weights_update_group",
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/continue_generation",
+]
 
 
 @pytest.mark.slow
@@ -124,7 +118,7 @@ async def test_whatever_fails_in_a_broadcast_no_wrong_version_is_routable_and_ev
     w: World, path: str
 ) -> None:
     engine = w.add_engine("e0")
-    async with broadcasting(w, fast=True):
+    async with broadcasting(w, timeouts=FAST):
         for fault, options in [*FAULTS.items(), ("none", None)]:
             engine.faults.clear()
             if options:
@@ -161,6 +155,30 @@ async def test_an_engine_loads_the_copy_on_its_own_host(w: World, tmp_path: Path
     assert not (tmp_path / "local").exists()
 
 
+async def test_a_version_that_is_staged_while_an_engine_is_taken_out_waits_for_its_own_copy(w: World) -> None:
+    engine, update, made = w.add_engine("e0"), w.broker.update_engine, list[VersionRecord]()
+
+    def publish_with_copy() -> None:
+        made.append(w.publish())
+        w.broker.heartbeat_engine("e0", made[-1].version, made[-1].path)
+
+    async with syncing(w, transport=lambda _wake: Delta(60.0)) as reconciler:
+
+        def slow(record: EngineRecord, expected: EngineState | None = None) -> bool:
+            written = update(record, expected)
+            if record.state is EngineState.UPDATING and len(made) == 2:
+                publish_with_copy()
+                wait_for(lambda: reconciler.staged and reconciler.staged.version == made[-1].version)
+            return written
+
+        object.__setattr__(w.broker, "update_engine", slow)
+        for count in (1, 3):
+            publish_with_copy()
+            await until(lambda: len(made) == count and w.serves("e0", made[-1].version))  # noqa: B023
+        assert reconciler.transport.fallbacks == 0
+    assert [load["model_path"] for load in engine.calls("/update_weights_from_disk")] == [v.path for v in made]
+
+
 async def test_an_engine_without_a_copy_loads_the_published_files_in_the_end(w: World) -> None:
     engine = w.add_engine("e0")
     async with syncing(w, transport=lambda _wake: Delta(0.2)) as reconciler:
@@ -168,6 +186,18 @@ async def test_an_engine_without_a_copy_loads_the_published_files_in_the_end(w: 
         await until(lambda: w.serves("e0", record.version))
         assert reconciler.transport.fallbacks == 1
     assert engine.calls("/update_weights_from_disk")[0]["model_path"] == record.path
+
+
+async def test_copies_that_are_always_of_another_version_hold_an_engine_back_for_the_wait_alone(w: World) -> None:
+    w.add_engine("e0")
+    w.broker.heartbeat_engine("e0", 10**6, "/nowhere")
+    async with syncing(w, transport=lambda _wake: Delta(2.0)):
+        for _ in range(300):
+            record = w.publish()
+            if w.record("e0").routable:
+                break
+            await asyncio.sleep(0.1)
+    assert record.version < 299
 
 
 async def test_a_copy_that_is_not_what_it_says_is_quarantined_like_any_other_weights(w: World, tmp_path: Path) -> None:

@@ -16,24 +16,15 @@ from broker.queue import Broker
 from broker.snapshot import engine_json
 from broker.types import EngineRecord, EngineState
 from services.weight_sync.reconciler import FORGOTTEN_MS
-from tests.weight_sync.live import FAST, World, config, syncing, until, write_version
+from tests.fakes.engine import FakeEngine
+from tests.weight_sync.live import FAST, FAULTS, World, broadcasting, config, syncing, until, write_version
 
 CONTROL = [
     "/model_info",
     "/update_weight_version",
-    "/pause_generation",
     "/update_weights_from_disk",
     "/weights_checker",
-    "/continue_generation",
 ]
-FAULTS: dict[str, dict[str, Any]] = {
-    "refused": {"kind": "drop"},
-    "black-hole": {"kind": "hang", "seconds": 3600.0},
-    "error": {"kind": "status", "code": 500},
-    "unreadable": {"kind": "garbage"},
-    "refused-after-applying": {"kind": "after", "code": 400, "body": {"success": False, "message": "x"}},
-    "says-so-without-doing": {"kind": "lie"},
-}
 
 
 async def test_a_published_version_reaches_the_engine_verified_with_the_cache_flushed_and_nothing_aborted(
@@ -73,7 +64,7 @@ async def test_a_paused_engine_waits_for_its_load_alone_and_for_no_write_and_no_
         await pause(mode)
 
     object.__setattr__(engine, "pause", paused)
-    async with syncing(w, drain=False), httpx.AsyncClient(trust_env=False) as http:
+    async with broadcasting(w, drain=False), httpx.AsyncClient(trust_env=False) as http:
         first = w.publish()
         await until(lambda: w.serves("e0", first.version))
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
@@ -104,7 +95,6 @@ async def test_whatever_fails_no_wrong_version_is_routable_and_everything_recove
             await until(partial(w.serves, "e0", record.version))
             assert engine.paused is None, fault
     w.check()
-    assert engine.continues >= (engine.pauses > 0)
 
 
 async def test_an_engine_with_other_weights_than_the_files_is_quarantined_until_a_full_load_is_verified(
@@ -155,7 +145,7 @@ async def test_a_version_that_is_not_what_its_manifest_says_is_never_loaded_and_
 async def test_an_engine_that_hangs_delays_no_other_and_all_are_continued(w: World) -> None:
     engines = [w.add_engine(f"e{i}") for i in range(3)]
     first = w.publish()
-    async with syncing(w, drain=False, timeouts=FAST):
+    async with broadcasting(w, drain=False, timeouts=FAST):
         for i in range(3):
             await until(partial(w.serves, f"e{i}", first.version))
         engines[0].fail("/pause_generation", "hang", times=4, seconds=3600.0)
@@ -206,6 +196,40 @@ async def test_a_drain_that_takes_too_long_aborts_what_runs_and_continues(w: Wor
         await until(lambda: w.serves("e0", second.version))
     assert len(engine.calls("/abort_request")) == 1
     assert (engine.pauses, engine.paused) == (0, None)
+
+
+async def test_in_abort_mode_one_request_aborts_and_loads_and_an_abort_that_missed_a_request_is_repeated(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, missed, abort = w.add_engine("e0", token_seconds=0.05), list[str](), FakeEngine.abort
+    first = w.publish()
+
+    def late(self: FakeEngine, rid: str | None) -> None:
+        """The first abort overtakes a request that was let in and has not reached the scheduler."""
+        if missed:
+            abort(self, rid)
+        missed.extend(self.running)
+
+    async with syncing(w, drain=False), httpx.AsyncClient(base_url=w.record("e0").url, timeout=30) as client:
+        await until(lambda: w.serves("e0", first.version))
+        monkeypatch.setattr(FakeEngine, "abort", late)
+        body = {"input_ids": [5], "return_logprob": True, "return_routed_experts": True}
+        body |= {"sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+        engine.answer = lambda _prompt, _random: [7] * 400
+        asked = asyncio.create_task(client.post("/generate", json=body))
+        await until(lambda: engine.running)
+        second = w.publish()
+        answer = (await asked).json()
+        await until(lambda: w.serves("e0", second.version))
+    meta, count = answer["meta_info"], len(answer["output_ids"])
+    assert missed
+    assert meta["finish_reason"]["type"] == "abort"
+    assert 0 < count < 400
+    assert [span["version"] for span in meta["weight_versions"]] == [str(first.version)]
+    assert len(meta["output_token_logprobs"]) == count
+    assert meta["routed_experts"]
+    assert [load["abort_all_requests"] for load in engine.calls("/update_weights_from_disk")] == [True, True]
+    assert (engine.pauses, engine.continues, engine.loads) == (0, 0, 2)
 
 
 async def test_an_engine_that_was_killed_is_not_routable_and_is_loaded_before_it_is_again(w: World) -> None:
@@ -264,9 +288,9 @@ async def test_an_engine_found_half_way_is_continued_and_loaded(w: World, state:
 async def test_stopping_in_the_middle_of_an_update_leaves_no_engine_paused(w: World) -> None:
     engine = w.add_engine("e0")
     w.publish()
-    async with syncing(w, drain=False):  # the load does not answer for as long as it may
-        engine.fail("/update_weights_from_disk", "hang", seconds=3600.0)
-        await until(lambda: engine.calls("/update_weights_from_disk"))
+    async with broadcasting(w, drain=False):  # the load does not answer for as long as it may
+        engine.fail("/update_weights_from_distributed", "hang", seconds=3600.0)
+        await until(lambda: engine.calls("/update_weights_from_distributed"))
         assert engine.paused == "abort"
     assert engine.paused is None
     assert not w.record("e0").routable
