@@ -113,8 +113,8 @@ def open_traces(config: RunConfig, process: str) -> Traces:
         from broker.traces.otel import otlp_traces
     except ImportError as error:
         raise ConfigError(
-            f"traces.endpoint is set, but {error.name} is not installed: pip install 'lagrange-rl[traces]', or set "
-            "traces.endpoint: null."
+            f"traces.endpoint is set, but {error.name} is not installed: pip install -r requirements/traces.txt, or "
+            "set traces.endpoint: null."
         ) from error
     return otlp_traces(config.traces, config.run.id, process)
 

@@ -9,9 +9,9 @@ ARG PIP_NO_INDEX=0
 ARG PIP_FIND_LINKS=/wheels
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 COPY deploy/docker/wheels /wheels
-COPY requirements/base.txt /src/requirements/
+COPY requirements/base.txt requirements/traces.txt /src/requirements/
 RUN python3 -m venv /opt/lagrange \
- && /opt/lagrange/bin/pip install -r /src/requirements/base.txt
+ && /opt/lagrange/bin/pip install -r /src/requirements/base.txt -r /src/requirements/traces.txt
 COPY pyproject.toml README.md LICENSE /src/
 COPY configs /src/configs
 COPY broker /src/broker

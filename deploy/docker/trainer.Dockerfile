@@ -2,7 +2,8 @@
 #   CPU: docker build -f deploy/docker/trainer.Dockerfile -t lagrange/trainer:dev .
 #   GPU: add --build-arg VARIANT=gpu --build-arg BASE_IMAGE=<an image with CUDA PyTorch and Transformer Engine>
 #   Ray: add --build-arg RAY=1 (trainer.launcher: ray)
-# VARIANT=gpu takes PyTorch (and Transformer Engine) from the base image; VARIANT=cpu installs it.
+# VARIANT=gpu takes PyTorch (and Transformer Engine) from the base image, and protobuf, which its packages are built for;
+# VARIANT=cpu installs them.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
@@ -15,15 +16,18 @@ ARG PIP_FIND_LINKS=/wheels
 ARG TORCH_FIND_LINKS=/wheels
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 COPY deploy/docker/wheels /wheels
-COPY requirements/base.txt requirements/trainer.txt /src/requirements/
+COPY requirements/base.txt requirements/trainer.txt requirements/traces.txt /src/requirements/
 # Megatron-core's metadata asks for Python 3.12 although its wheel works on 3.11; the flag must not reach other packages.
 RUN case "${VARIANT}" in \
       cpu) python3 -m venv /opt/lagrange \
            && /opt/lagrange/bin/pip install --find-links "${TORCH_FIND_LINKS}" torch==2.13.0 \
-           && /opt/lagrange/bin/pip install -r /src/requirements/base.txt -r /src/requirements/trainer.txt ;; \
+           && /opt/lagrange/bin/pip install -r /src/requirements/base.txt -r /src/requirements/trainer.txt \
+              -r /src/requirements/traces.txt ;; \
       gpu) python3 -m venv --system-site-packages /opt/lagrange \
            && grep -viE '^(torch|triton|nvidia-[a-z0-9-]+|cuda-[a-z0-9-]+)[=<>~]' /src/requirements/trainer.txt > /src/requirements/trainer-gpu.txt \
-           && /opt/lagrange/bin/pip install -r /src/requirements/base.txt -r /src/requirements/trainer-gpu.txt ;; \
+           && grep '^opentelemetry-' /src/requirements/traces.txt > /src/requirements/traces-gpu.txt \
+           && /opt/lagrange/bin/pip install -r /src/requirements/base.txt -r /src/requirements/trainer-gpu.txt \
+              -r /src/requirements/traces-gpu.txt ;; \
       *) echo "VARIANT is cpu or gpu" >&2; exit 1 ;; \
     esac \
  && /opt/lagrange/bin/pip install --no-deps --ignore-requires-python megatron-core==0.19.2 \

@@ -71,3 +71,10 @@ def test_versions_that_an_image_names_are_those_of_the_makefile() -> None:
     for file in FILES:
         for name, version in pinned.findall(file.read_text(encoding="utf-8")):
             assert known.get(name) == version, f"{file.name}: {name}=={version}"
+
+
+def test_where_traces_are_written_an_image_has_what_they_take() -> None:
+    for name in ("service", "trainer"):
+        lines = instructions(DEPLOY / f"docker/{name}.Dockerfile")
+        (installs,) = (line for line in lines if line.startswith("RUN") and "requirements/base.txt" in line)
+        assert installs.count("requirements/traces") >= installs.count("requirements/base.txt")

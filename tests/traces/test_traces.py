@@ -169,7 +169,7 @@ def test_traces_are_off_by_default_and_a_missing_package_is_one_message(
     monkeypatch.setitem(sys.modules, "broker.traces.otel", None)
     monkeypatch.delitem(sys.modules, "broker.traces.otel")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lagrange-rl\[traces\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -r requirements/traces\.txt"):
         open_traces(make_config(traces={"endpoint": "http://127.0.0.1:4318"}), "worker-0")
 
 

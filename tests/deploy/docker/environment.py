@@ -146,7 +146,7 @@ def fetch_wheels(folder: Path) -> Path:
     wheels.mkdir(parents=True, exist_ok=True)
     subprocess.run(["/usr/bin/python3", "-m", "venv", folder / "fetch"], check=True, timeout=120)
     pip: list[str | Path] = [folder / "fetch/bin/pip", "download", "--quiet", "--dest", wheels]
-    for name in ("base", "trainer", "sglang"):
+    for name in ("base", "trainer", "traces", "sglang"):
         subprocess.run([*pip, "-r", ROOT / f"requirements/{name}.txt"], check=True, timeout=1800)
     for words in UNPINNED:
         subprocess.run([*pip, *words], check=True, timeout=1800)
