@@ -211,6 +211,23 @@ def test_an_unknown_loss_or_parameter_is_refused_with_the_nearest_name() -> None
         settings("tis", parameters={"kap": 2.0})
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "said"),
+    [
+        ("grpo", {"dual_clip": 0.5}, r"dual_clip = 0.5 is not above 1 \+ clip_high = 1.2"),
+        ("icepop", {"low": 2.0}, "from low = 2 to high = 5 does not hold 1"),
+        ("geo-rs", {"high": 0.995}, "does not hold 1"),
+        ("tis", {"cap": 0.0}, "cap = 0 has to be above 0"),
+        ("m2po", {"threshold": -1.0}, "threshold = -1 has to be above 0"),
+    ],
+)
+def test_a_parameter_that_would_take_every_gradient_away_is_refused(
+    name: str, parameters: dict[str, float], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(name, parameters=parameters)
+
+
 def test_every_function_of_the_registry_has_a_word_and_every_word_a_function() -> None:
     assert {entry.function for entry in CATALOGUE.values()} == set(FUNCTIONS)
 

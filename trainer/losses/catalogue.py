@@ -107,7 +107,7 @@ class LossSettings:
 
 
 def resolve(loss: LossSection, max_new_tokens: int) -> LossSettings:
-    """Fill in the chosen loss's own defaults. Raises ConfigError for an unknown name or parameter."""
+    """Fill in the chosen loss's own defaults. Raises ConfigError for what it does not know, and for contradictions."""
     entry = CATALOGUE.get(loss.name)
     if entry is None:
         raise ConfigError(
@@ -121,7 +121,7 @@ def resolve(loss: LossSection, max_new_tokens: int) -> LossSettings:
                 f"trainer.loss.parameters.{name}: {loss.name} has no such parameter.{_nearest(name, entry.parameters)} "
                 f"Known: {known}."
             )
-    return LossSettings(
+    found = LossSettings(
         name=loss.name,
         entry=entry,
         clip_low=entry.clip_low if loss.clip_low is None else loss.clip_low,
@@ -134,6 +134,29 @@ def resolve(loss: LossSection, max_new_tokens: int) -> LossSettings:
         parameters=MappingProxyType({**entry.parameters, **loss.parameters}),
         sat=loss.sat,
     )
+    if problem := _contradiction(found):
+        raise ConfigError(problem)
+    return found
+
+
+def _contradiction(settings: LossSettings) -> str:
+    """Why no token could be trained as the loss means it, "" if nothing is wrong."""
+    parameters = settings.parameters
+    dual, least = parameters.get("dual_clip", 0.0), 1 + settings.clip_high
+    if dual and dual <= least:
+        return (
+            f"trainer.loss.parameters.dual_clip = {dual:g} is not above 1 + clip_high = {least:g}: tokens that moved "
+            "as they should would lose their gradient. Set it to 3, or to 0 to switch it off."
+        )
+    if "low" in parameters and not 0 <= parameters["low"] <= 1 <= parameters["high"]:
+        return (
+            f"trainer.loss.parameters: the band from low = {parameters['low']:g} to high = {parameters['high']:g} does "
+            "not hold 1, the ratio of a token whose policy has not moved. Set low below 1 and high above it."
+        )
+    useless = [name for name in ("cap", "threshold", "delta", "epsilon") if parameters.get(name, 1.0) <= 0]
+    if useless:
+        return f"trainer.loss.parameters.{useless[0]} = {parameters[useless[0]]:g} has to be above 0."
+    return ""
 
 
 def loss_settings(config: RunConfig) -> LossSettings:
