@@ -7,9 +7,11 @@ missing, not treated as an error of the file. Every estimate says what it counts
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from configs.memory import Estimate, estimate, route_bytes_per_token
 from configs.model_sizes import ModelSizes, layout_problems, model_sizes, read_json, sizes_of_tiny
+from configs.rules import prompts_have_room
 from configs.schema import RunConfig
 
 GIB = 1024**3
@@ -45,8 +47,9 @@ def sizes_of(config: RunConfig) -> ModelSizes | None:
         tree = read_json(path / "config.json")
         known = tree.get("model_type") == "qwen3_moe"
         return model_sizes(tree, f"model.path: {path}/config.json") if known else None
-    if path is not None and path.name.lower().startswith("qwen3-30b-a3b"):
-        return QWEN3_30B_A3B
+    name = "" if path is None else path.name.lower()
+    if name.startswith("qwen3-30b-a3b"):
+        return replace(QWEN3_30B_A3B, context=32768) if name.endswith("-base") else QWEN3_30B_A3B
     return None
 
 
@@ -60,16 +63,16 @@ def errors(config: RunConfig) -> list[str]:
     sizes = sizes_of(config)
     if sizes is not None and config.model.tiny is None:
         found += layout_problems(sizes, config.trainer.layout)
-        if config.rollout.max_new_tokens >= sizes.context:
-            found.append(
-                f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the model's "
-                f"context of {sizes.context} tokens. Lower it."
-            )
+        if problem := prompts_have_room(config, sizes.context):
+            found.append(problem)
     return found
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """What runs but wastes work or does not do what its name promises: one message each."""
+    """What runs but wastes work or does not do what its name promises: one message each.
+
+    Those of the loss are in trainer/losses/catalogue.py.
+    """
     found = []
     sizes = sizes_of(config)
     interval, bound = config.weights.publish_interval, config.lag.max
@@ -90,17 +93,6 @@ def warnings(config: RunConfig) -> list[str]:
         found.append(
             f"{slots} groups could be generated at once (rollout.workers x rollout.concurrent_groups) but the bound "
             f"admits {limit}: the others wait. Lower rollout.concurrent_groups or raise lag.max."
-        )
-    loss = config.trainer.loss
-    if loss.name.startswith("sat") and loss.sat.floor > 0:
-        found.append(
-            f"trainer.loss.sat.floor is {loss.sat.floor}: it keeps the radius open and switches most of SAT off. Set 0."
-        )
-    radii = [radius for radius in (loss.clip_low, loss.clip_high) if radius is not None]
-    if loss.name == "sat-gspo" and radii and max(radii) < 0.01:
-        found.append(
-            "sat-gspo with radii below 0.01 never changes a gradient once the gate is above them. Set "
-            "trainer.loss.clip_low and clip_high to 0.2."
         )
     if config.trainer.routing_replay == "off" and sizes is not None:
         found.append(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from configs.scores import score_names, task_and_score
+
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
@@ -43,13 +45,39 @@ def _adaptive_limits_fit(c: RunConfig) -> str | None:
     return None
 
 
-def _data_ranks_share_the_batch(c: RunConfig) -> str | None:
-    samples = c.trainer.groups_per_step * c.rollout.samples_per_prompt
-    if samples % c.trainer.layout.data:
+def _every_data_rank_has_a_part(c: RunConfig) -> str | None:
+    groups, ranks, parts = c.trainer.groups_per_step, c.trainer.layout.data, c.trainer.steps_per_batch
+    if groups < ranks:
         return (
-            f"trainer.groups_per_step x rollout.samples_per_prompt is {samples}, which trainer.layout.data = "
-            f"{c.trainer.layout.data} does not divide. "
-            "Change one of the three."
+            f"trainer.groups_per_step = {groups} is below trainer.layout.data = {ranks}: a group belongs to one rank, "
+            "so some ranks would have nothing to train. Raise trainer.groups_per_step or lower trainer.layout.data."
+        )
+    samples = groups // ranks * c.rollout.samples_per_prompt
+    if parts > samples:
+        return (
+            f"trainer.steps_per_batch = {parts} is more than the {samples} samples of a step on one rank "
+            "(trainer.groups_per_step x rollout.samples_per_prompt / trainer.layout.data): some optimizer steps would "
+            "have nothing to train. Lower it."
+        )
+    return None
+
+
+def _rewards_of_a_group_differ(c: RunConfig) -> str | None:
+    if c.rollout.samples_per_prompt == 1:
+        return (
+            "rollout.samples_per_prompt is 1: an advantage says how a sample compares with the others of its group, so "
+            "nothing would be trained. Set it to 2 or more."
+        )
+    return None
+
+
+def _cache_holds_a_response(c: RunConfig) -> str | None:
+    cache = c.engine.max_total_tokens
+    if not c.engine.urls and cache is not None and cache <= c.rollout.max_new_tokens:
+        return (
+            f"engine.max_total_tokens = {cache} has no room for a prompt and a response of rollout.max_new_tokens = "
+            f"{c.rollout.max_new_tokens}: SGLang would cut responses short. Raise it, or set it to null for as much as "
+            "engine.memory_fraction admits."
         )
     return None
 
@@ -91,10 +119,15 @@ def _tiny_model_fits_the_layout(c: RunConfig) -> str | None:
             f"model.tiny.experts_per_token = {tiny.experts_per_token} is above model.tiny.experts = "
             f"{tiny.experts}. Lower it."
         )
-    if c.rollout.max_new_tokens >= tiny.context:
+    return prompts_have_room(c, tiny.context)
+
+
+def prompts_have_room(c: RunConfig, context: int) -> str | None:
+    """Prompt and response together fit the longest sequence of the model, `context` tokens."""
+    if c.rollout.max_new_tokens >= context:
         return (
-            f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in "
-            f"model.tiny.context = {tiny.context}. Lower it."
+            f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in the model's context "
+            f"of {context} tokens. Lower it."
         )
     return None
 
@@ -138,21 +171,31 @@ def _engines_have_ports(c: RunConfig) -> str | None:
     return None
 
 
+def _evaluations_are_told_apart(c: RunConfig) -> str | None:
+    labels = [t.label or t.name for t in c.evaluation.tasks]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        return (
+            f"evaluation.tasks: two of them are called {twice!r}, so their results could not be told apart. Give each "
+            "a label of its own."
+        )
+    return None
+
+
 def _best_score_is_measured(c: RunConfig) -> str | None:
     best = c.evaluation.best
     if best is None:
         return None
-    task, _, score = best.rpartition("/")
+    task, score = task_and_score(best)
     measured = {t.label or t.name: t.samples for t in c.evaluation.tasks}
     if task not in measured:
-        names = ", ".join(measured) or "there are none"
-        return f"evaluation.best: {best!r} names no task of evaluation.tasks ({names}). Write it as <task>/<score>."
-    samples = measured[task]
-    powers = (2**i for i in range(samples.bit_length()))
-    if score not in {f"avg@{samples}", f"pass@{samples}", *(f"pass@{k}" for k in powers if k <= samples)}:
+        tasks = ", ".join(measured) or "there are none"
+        return f"evaluation.best: {best!r} names no task of evaluation.tasks ({tasks}). Write it as <task>/<score>."
+    names = score_names(measured[task])
+    if score not in names:
         return (
-            f"evaluation.best: {score!r} is no score of {task}, which has {samples} samples of each prompt. Write "
-            f"{task}/avg@{samples} or {task}/pass@1."
+            f"evaluation.best: {score!r} is no score of {task}, which has {measured[task]} samples of each prompt. "
+            f"Write {' or '.join(f'{task}/{name}' for name in names)}."
         )
     return None
 
@@ -194,14 +237,17 @@ def _shared_engines_know_priorities(c: RunConfig) -> str | None:
 CROSS_FIELD_RULES = (
     _interval_fits_the_bound,
     _adaptive_limits_fit,
-    _data_ranks_share_the_batch,
+    _every_data_rank_has_a_part,
     _experts_fit_the_ranks,
     _tiny_model_fits_the_layout,
     _groups_can_be_complete,
+    _rewards_of_a_group_differ,
+    _cache_holds_a_response,
     _overlong_buffer_fits,
     _curriculum_leaves_prompts,
     _schedule_falls,
     _engines_have_ports,
+    _evaluations_are_told_apart,
     _best_score_is_measured,
     _straggler_wait_covers_a_lease,
     _shared_engines_know_priorities,

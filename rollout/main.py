@@ -17,6 +17,7 @@ import structlog
 from broker.logs import configure_logs
 from broker.traces import Traces, open_traces
 from configs.load import ConfigError
+from configs.rules import prompts_have_room
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
 from rollout.checkpoint import Checkpoint, read_checkpoint
@@ -72,11 +73,8 @@ def worker_parts(config: RunConfig) -> Parts:
     checkpoint = read_checkpoint(config.model.path)
     if config.trainer.routing_replay == "off":
         checkpoint = checkpoint.without_routes()
-    if config.rollout.max_new_tokens >= checkpoint.context:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt in the model's "
-            f"context of {checkpoint.context}. Lower it."
-        )
+    if problem := prompts_have_room(config, checkpoint.context):
+        raise ConfigError(problem)
     task, codec = make_task(config.task.name, config.run.seed, config.task.parameters), FileCodec(config.model.path)
     try_prompt(task, codec)
     Shaping.of(config.task.shaping, config.rollout.max_new_tokens)  # says what is wrong with it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,9 @@ def test_a_key_that_an_anchor_brought_may_be_overridden() -> None:
         ("model.tiny.heads", 3),
         ("model.tiny.experts_per_token", 9),
         ("rollout.min_samples", 17),
+        ("trainer.groups_per_step", 0),
+        ("trainer.steps_per_batch", 257),
+        ("engine.max_total_tokens", 1),
         ("redis.timeout_s", 1e300),
         ("lag.adaptive", {"min": 5, "max": 2}),
         ("task.curriculum", {"low": 0.9, "high": 0.1}),
@@ -81,6 +85,32 @@ def test_a_key_that_an_anchor_brought_may_be_overridden() -> None:
 def test_a_value_that_no_run_could_use_is_refused_by_the_name_of_its_field(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         load_config(LOCAL, {name: value})
+
+
+def test_a_group_of_one_is_refused_as_it_has_no_advantage() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.samples_per_prompt is 1.*nothing would be trained"):
+        load_config(LOCAL, {"rollout.samples_per_prompt": 1, "rollout.min_samples": 1})
+
+
+def test_every_data_rank_gets_a_group_and_groups_need_not_be_a_multiple_of_the_ranks() -> None:
+    assert load_config(LOCAL, {"trainer.layout.data": 3, "trainer.groups_per_step": 16}).trainer.layout.data == 3
+    with pytest.raises(ConfigError, match=r"trainer\.groups_per_step = 2 is below trainer\.layout\.data = 4"):
+        load_config(LOCAL, {"trainer.layout.data": 4, "trainer.groups_per_step": 2})
+
+
+def test_a_cache_that_would_cut_responses_short_is_refused_unless_the_engines_are_others() -> None:
+    long: dict[str, Any] = {"rollout.max_new_tokens": 400, "engine.max_total_tokens": 400}
+    with pytest.raises(ConfigError, match=r"engine\.max_total_tokens = 400 .*cut responses short"):
+        load_config(LOCAL, long)
+    assert load_config(LOCAL, {**long, "engine.max_total_tokens": None}).engine.max_total_tokens is None
+    assert load_config(LOCAL, {**long, "engine.urls": ["http://e:30000"]}).engine.urls
+
+
+def test_evaluations_that_could_not_be_told_apart_are_refused() -> None:
+    twice: list[dict[str, Any]] = [{"name": "max-digit"}, {"name": "max-digit", "seed": 2}]
+    with pytest.raises(ConfigError, match=r"evaluation\.tasks: two of them are called 'max-digit'"):
+        load_config(LOCAL, {"evaluation": {"tasks": twice}})
+    assert load_config(LOCAL, {"evaluation": {"tasks": [twice[0], {**twice[1], "label": "other"}]}}).evaluation.tasks
 
 
 def test_engines_whose_ports_would_go_past_the_last_one_are_refused() -> None:
