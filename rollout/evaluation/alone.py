@@ -58,12 +58,12 @@ async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, versi
     sampling = Sampling(rollout.temperature, rollout.max_new_tokens, checkpoint.stop_ids)
     plan = Plan(version, prompts, samples, rollout.concurrent_groups)
     try:
-        async with evaluation_engine(config, version) as (client, _):
+        async with evaluation_engine(config, version) as engine:
 
             async def generate(ids: Any, n: int) -> list[Sample | InvalidAnswer]:
-                return await client.generate(ids, n, sampling)
+                return await engine.client.generate(ids, n, sampling)
 
-            answers = await evaluate(task, judge, codec, generate, plan)
+            answers = await engine.during(evaluate(task, judge, codec, generate, plan))
     finally:
         await judge.close()
     if not any(answers.rewards.values()):

@@ -1,16 +1,18 @@
 """An engine that serves an evaluation alone: no registry knows it, so no update reaches it while it answers.
 
-Invariant: what it serves changes only by `load`, which nobody calls during an evaluation; it ends with the context.
+Invariant: what it serves changes only by `load`, which nobody calls during an evaluation; it ends with the context, and
+what is done with it ends with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 
@@ -20,6 +22,7 @@ from rollout.command import UNCONFIRMED_VERSION
 from rollout.engine import Plan, make_plan
 from rollout.process import ServerProcess
 
+T = TypeVar("T")
 INDEX = 900  # of the engine among those on this machine: its log and key file have names of their own
 
 
@@ -27,8 +30,30 @@ class EngineFailed(Exception):
     """The engine of the evaluation did not start, or did not load a version."""
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationEngine:
+    """An engine that serves."""
+
+    client: EngineClient
+    plan: Plan
+    server: ServerProcess
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives. Raises EngineFailed, and cancels it, if the engine ends before."""
+        working, ended = asyncio.create_task(work), asyncio.create_task(self.server.wait())
+        try:
+            await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise EngineFailed(f"the engine ended with code {ended.result()}; its log is {self.plan.log}")
+            return working.result()
+        finally:
+            for task in (working, ended):
+                task.cancel()
+            await asyncio.wait({working, ended})
+
+
 @asynccontextmanager
-async def evaluation_engine(config: RunConfig, version: int) -> AsyncIterator[tuple[EngineClient, Plan]]:
+async def evaluation_engine(config: RunConfig, version: int) -> AsyncIterator[EvaluationEngine]:
     """Start an engine on config.model.path that says it serves `version`. Raises EngineFailed, ConfigError."""
     alone = config.engine.model_copy(update={"port": 0, "host": "127.0.0.1"})
     plan = make_plan(config.model_copy(update={"engine": alone}), INDEX)
@@ -37,7 +62,7 @@ async def evaluation_engine(config: RunConfig, version: int) -> AsyncIterator[tu
     client = EngineClient(plan.url, plan.checkpoint, api_key=plan.key, timeout_s=config.rollout.generation_timeout_s)
     try:
         await _until_healthy(client, server, config.engine.start_timeout_s, plan)
-        yield client, plan
+        yield EvaluationEngine(client, plan, server)
     finally:
         await client.close()
         await server.stop()

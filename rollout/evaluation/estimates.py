@@ -62,8 +62,3 @@ def pass_rate_at_k(rewards: Sequence[Sequence[float]], k: int, threshold: float 
     return mean_over_prompts(
         [pass_at_k(len(of), sum(reward >= threshold for reward in of), k) for of in rewards if len(of) >= k]
     )
-
-
-def powers_of_two(samples: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and `samples` itself: the k that are reported."""
-    return tuple(sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples}))

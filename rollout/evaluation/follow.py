@@ -106,8 +106,9 @@ async def _serve(config: RunConfig) -> int:
                 await evaluator.run(stop, engines)
         else:
             timeout_s = config.weights.update_timeout_s
-            async with evaluation_engine(config, 0) as (client, plan):
-                await evaluator.run(stop, OwnEngine(client, partial(load, plan, timeout_s=timeout_s)))
+            async with evaluation_engine(config, 0) as engine:
+                own = OwnEngine(engine.client, partial(load, engine.plan, timeout_s=timeout_s))
+                await engine.during(evaluator.run(stop, own))
     finally:
         await evaluator.close()
     return 0

@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from configs.load import ConfigError
+from configs.scores import average_name, pass_counts, pass_name
 from rollout.agents import AgentTask
 from rollout.client import EngineError, InvalidAnswer, Sample
 from rollout.codec import Codec
-from rollout.evaluation.estimates import Estimate, average_at_k, pass_rate_at_k, powers_of_two
+from rollout.evaluation.engine import EngineFailed
+from rollout.evaluation.estimates import Estimate, average_at_k, pass_rate_at_k
 from rollout.rewards import Judge, RewardFailed
 from rollout.tasks import Prompt, Response, Task
 from rollout.tasks.prepare import encode_prompt, try_prompt
@@ -66,7 +68,7 @@ def check_task(task: Task, codec: Codec) -> None:
 async def evaluate(task: Task, judge: Judge, codec: Codec, generate: Generate, plan: Plan) -> Answers:
     """Answers of all prompts; fewer prompts if the task ends before. generate: (prompt ids, n) -> n answers.
 
-    Raises Superseded if `generate` does.
+    Raises Superseded and EngineFailed if `generate` does.
     """
     out, places, began = Answers(), asyncio.Semaphore(plan.concurrency), time.monotonic()
 
@@ -74,9 +76,14 @@ async def evaluate(task: Task, judge: Judge, codec: Codec, generate: Generate, p
         async with places:
             try:
                 prompt = task.prompt(index)
+                prompt_ids = encode_prompt(prompt, codec)
             except IndexError:
                 return
-            samples = await _samples(generate, encode_prompt(prompt, codec), plan, out)
+            except Exception as error:  # a task's code may fail in any way; it costs this prompt alone
+                out.last_error = f"prompt {index}: {type(error).__name__}: {error}"
+                out.missing += plan.samples
+                return
+            samples = await _samples(generate, prompt_ids, plan, out)
             rewards = await asyncio.gather(*(_reward(judge, codec, prompt, sample, out) for sample in samples))
             out.rewards[index] = [reward for reward in rewards if reward is not None]
             out.sources[index] = prompt.source
@@ -86,7 +93,7 @@ async def evaluate(task: Task, judge: Judge, codec: Codec, generate: Generate, p
         async with asyncio.TaskGroup() as group:
             for index in range(plan.prompts):
                 group.create_task(one(index))
-    except* Superseded as errors:
+    except* (Superseded, EngineFailed) as errors:
         raise errors.exceptions[0] from None
     out.seconds = time.monotonic() - began
     return out
@@ -130,10 +137,10 @@ def in_words(record: Mapping[str, Any]) -> str:
 
 
 def _scores(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, Any]:
-    scores: dict[str, Estimate] = {f"avg@{samples}": average_at_k(rewards)}
-    for k in powers_of_two(samples):
+    scores: dict[str, Estimate] = {average_name(samples): average_at_k(rewards)}
+    for k in pass_counts(samples):
         if any(len(of) >= k for of in rewards):
-            scores[f"pass@{k}"] = pass_rate_at_k(rewards, k)
+            scores[pass_name(k)] = pass_rate_at_k(rewards, k)
     return {name: asdict(score) for name, score in scores.items()}
 
 

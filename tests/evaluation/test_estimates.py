@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.evaluation.estimates import average_at_k, mean_over_prompts, pass_at_k, pass_rate_at_k, powers_of_two
+from configs.scores import pass_counts
+from rollout.evaluation.estimates import average_at_k, mean_over_prompts, pass_at_k, pass_rate_at_k
 
 
 @given(samples=st.integers(1, 8), right=st.integers(0, 8), k=st.integers(1, 8))
@@ -52,4 +53,4 @@ def test_what_was_not_evaluated_has_no_score() -> None:
 
 
 def test_reported_k() -> None:
-    assert [powers_of_two(n) for n in (1, 6, 8)] == [(1,), (1, 2, 4, 6), (1, 2, 4, 8)]
+    assert [pass_counts(n) for n in (1, 6, 8)] == [(1,), (1, 2, 4, 6), (1, 2, 4, 8)]

@@ -59,6 +59,16 @@ def test_held_weights_outlive_their_folder_and_the_best_stay(tmp_path: Path) -> 
     assert json.loads((run / "best.json").read_text())["version"] == 3
 
 
+def test_a_best_checkpoint_that_was_lost_half_way_does_not_bar_the_next(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+    record = {"label": "a", "avg@8": {"value": 0.5}, "version": 1, "step": 1}
+    assert keep_best(held, tmp_path, record, "a/avg@8")
+    (tmp_path / "best").rmdir()  # killed after the old one went and before the new one came
+    assert keep_best(held, tmp_path, record | {"avg@8": {"value": 0.4}}, "a/avg@8")
+    assert json.loads((tmp_path / "best.json").read_text())["value"] == 0.4
+
+
 async def test_a_run_is_evaluated_to_its_last_version(
     broker: Broker, make_config: ConfigFactory, tmp_path: Path
 ) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from rollout.client import EngineClient, Sampling
+from rollout.client import EngineClient, InvalidAnswer, Sample, Sampling
 from rollout.codec import FileCodec
+from rollout.evaluation.engine import EngineFailed, EvaluationEngine
 from rollout.evaluation.run import Plan, evaluate, result
 from rollout.rewards import ThreadJudge
 from rollout.tasks import make_task
@@ -71,3 +74,62 @@ async def test_a_failing_engine_is_asked_again(tmp_path: Path) -> None:
     engine.fail("/generate", "status", times=3)
     record = await asyncio.wait_for(run(engine, tiny_folder(tmp_path)), 30)
     assert record["missing"] == 0
+
+
+async def test_a_prompt_that_cannot_be_made_costs_itself_alone(tmp_path: Path) -> None:
+    task = make_task("max-digit", 0)
+
+    def prompt(index: int) -> Any:
+        if index == 2:
+            raise KeyError("answer")
+        return task.prompt(index)
+
+    broken: Any = SimpleNamespace(name=task.name, prompt=prompt, reward=task.reward)
+    engine = FakeEngine(version="3", answer=best)
+    with engine.serve() as url:
+        async with EngineClient(url, CHECKPOINT, api_key=None, timeout_s=20) as client:
+            answers = await evaluate(
+                broken,
+                ThreadJudge(broken, 5.0),
+                FileCodec(tiny_folder(tmp_path)),
+                lambda ids, n: client.generate(ids, n, Sampling(1.0, 1, (2,))),
+                PLAN,
+            )
+    assert sorted(answers.rewards) == [0, 1, 3, 4, 5]
+    assert (answers.missing, answers.last_error) == (4, "prompt 2: KeyError: 'answer'")
+
+
+async def test_engines_that_stay_away_end_an_evaluation_with_their_own_error(tmp_path: Path) -> None:
+    async def away(ids: object, n: int) -> list[Sample | InvalidAnswer]:
+        raise EngineFailed("no engine serves it")
+
+    task = make_task("max-digit", 0)
+    with pytest.raises(EngineFailed, match="no engine serves it"):
+        await evaluate(task, ThreadJudge(task, 5.0), FileCodec(tiny_folder(tmp_path)), away, PLAN)
+
+
+async def test_an_evaluation_ends_with_the_engine_that_serves_it_alone() -> None:
+    ended, given_up = asyncio.Event(), False
+
+    async def wait() -> int:
+        await ended.wait()
+        return -9
+
+    async def work() -> str:
+        nonlocal given_up
+        try:
+            ended.set()
+            await asyncio.Event().wait()
+        finally:
+            given_up = True
+        return "never"
+
+    async def quick() -> str:
+        return "done"
+
+    server: Any = SimpleNamespace(wait=wait)
+    engine = EvaluationEngine(client=SimpleNamespace(), plan=SimpleNamespace(log="sglang.log"), server=server)  # type: ignore[arg-type]
+    assert await engine.during(quick()) == "done"
+    with pytest.raises(EngineFailed, match=r"code -9; its log is sglang\.log"):
+        await asyncio.wait_for(engine.during(work()), 20)
+    assert given_up
