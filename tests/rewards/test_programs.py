@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from rollout.rewards.programs import Limits, isolation, run_program
@@ -40,3 +47,36 @@ def test_a_program_has_no_network() -> None:
     assert run_program(source, "", LIMITS).output.strip() == "none"
     interfaces = "import socket\nprint([name for _, name in socket.if_nameindex()])"
     assert run_program(interfaces, "", LIMITS).output.strip() in ("['lo']", "[]")
+
+
+def test_a_program_does_not_outlive_the_process_that_runs_it(tmp_path: Path) -> None:
+    lock = tmp_path / "held"
+    lock.touch()
+    holding = f"import fcntl, time\nf = open({str(lock)!r})\nfcntl.flock(f, fcntl.LOCK_EX)\ntime.sleep(600)"
+    code = (
+        f"from rollout.rewards.programs import Limits, run_program; run_program({holding!r}, '', Limits(timeout_s=600))"
+    )
+    judge = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    try:
+        until(lambda: held(lock))
+    finally:
+        judge.kill()
+        judge.wait(10)
+    until(lambda: not held(lock))
+
+
+def held(lock: Path) -> bool:
+    """Whether a program holds the file."""
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
