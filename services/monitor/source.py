@@ -1,7 +1,8 @@
 """Where the monitor's answers come from: snapshots of the broker, at most one in `fresh_s`, and the steps' records.
 
 Invariant: however many clients ask, Redis is asked at most once in `fresh_s` seconds (for each of two kinds of looks)
-and by one thread; an answer is never older than that, or there is none (BrokerError). What is kept is bounded.
+and by one thread. An answer was read at most `fresh_s` before it was asked for, or there is none (BrokerError): so who
+waits for a slow Redis shares one read, and who waits for one that is away shares its failure. What is kept is bounded.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from broker.errors import BrokerError
 from broker.types import Snapshot
 from services.monitor.detail import FEW, SHOWN
 
@@ -52,22 +54,33 @@ class Source:
     ) -> None:
         self._broker, self._fresh_s, self._limit, self._clock = broker, fresh_s, history_steps, clock
         self._lock = threading.Lock()
-        self._looks: dict[bool, tuple[float, Look]] = {}
+        self._looks: dict[bool, tuple[float, Look]] = {}  # kind -> when its read began, and what it gave
+        self._failed: tuple[float, BrokerError] | None = None
         self._last: Look | None = None
         self._earlier: deque[Snapshot] = deque(maxlen=EARLIER_KEPT)
 
     def look(self, full: bool = False) -> Look:
         """The present state. full: all events and dead letters, and who caused which lag. Raises BrokerError."""
+        oldest = self._clock() - self._fresh_s
         with self._lock:
             at, seen = self._looks.get(full, (0.0, None))
-            if seen is None or self._clock() - at > self._fresh_s:
-                began = self._clock()
+            if seen is not None and at >= oldest:
+                return seen
+            if self._failed is not None and self._failed[0] >= oldest:
+                raise BrokerError("Redis did not answer") from self._failed[1]
+            began = self._clock()
+            try:
                 seen = self._last = self._read(self._last, full)
-                self._looks[full] = (began, seen)
+            except BrokerError as error:
+                self._failed = (began, error)
+                raise
+            self._looks[full] = (began, seen)
             return seen
 
     def _read(self, last: Look | None, full: bool) -> Look:
         snapshot = self._broker.snapshot(SHOWN if full else FEW, names=full)
+        if last is not None and not _continues(snapshot, last.snapshot):
+            self._earlier.clear()
         if last is None or (snapshot.step, snapshot.epoch) != (last.snapshot.step, last.snapshot.epoch):
             records = tuple(r for r in self._broker.metrics_history(self._limit) if _up_to(r, snapshot.step))
         else:
@@ -77,6 +90,11 @@ class Source:
         recent = (s for s in self._earlier if snapshot.time_ms - s.time_ms <= 1000 * WINDOW_S)
         before = next(recent, None)
         return Look(snapshot, before if before is not snapshot else None, records)
+
+
+def _continues(now: Snapshot, before: Snapshot) -> bool:
+    """Whether what counts up did: not if Redis was replaced, lost its tail or has another machine's clock."""
+    return now.time_ms >= before.time_ms and now.groups.issued >= before.groups.issued
 
 
 def _up_to(record: dict[str, Any], step: int) -> bool:
