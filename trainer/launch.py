@@ -2,8 +2,8 @@
 
 Invariant: the ranks of one trainer live and die together, and none outlives the process that started them.
 
-`python -m trainer.launch MODULE ARGUMENTS...` is one rank: it asks the kernel to be killed with its parent, then runs
-MODULE.main(ARGUMENTS).
+`python -m trainer.launch MODULE ARGUMENTS...` is one rank, or the torchrun above all of them: it asks the kernel to be
+killed with its parent, then runs MODULE.main(ARGUMENTS).
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def run_ranks(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
     if ranks == 1 or "RANK" in os.environ:
         return run_module(module, arguments)
     if config.trainer.launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stop_seconds()))}  # it would kill after 30 s
-        return _together([([*command, "-m", "trainer.launch", module, *arguments], patience)])
+        patience = str(math.ceil(stop_seconds()))  # it would kill after 30 s
+        torchrun = ["trainer.torchrun", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        command = [sys.executable, "-m", "trainer.launch", *torchrun, "trainer.launch", module, *arguments]
+        return _together([(command, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": patience, PARENT: str(os.getpid())})])
     port = str(config.trainer.port or free_port())
     here = [sys.executable, "-m", "trainer.launch", module, *arguments]
     return _together(
@@ -162,18 +163,19 @@ def free_port() -> int:
 
 
 def _die_with_parent() -> None:
-    """On Linux: SIGKILL for this process when the launcher is gone; at once if it is gone already."""
-    parent = os.environ.get(PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
+    """On Linux: SIGKILL for this process when the one that started it is gone; at once if it is gone already."""
+    parent = int(os.environ.pop(PARENT, 0)) or os.getppid()  # torchrun does not name itself to its ranks
+    if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != int(parent):
+    if os.getppid() != parent:
         os._exit(1)
 
 
 def main() -> int:
     """One rank."""
     _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it still imports, Ctrl-C ends it without a traceback
     return run_module(sys.argv[1], sys.argv[2:])
 
 

@@ -15,7 +15,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def main(arguments: Sequence[str]) -> int:
     """arguments: folder, and "end", "wait" (for a signal), "checkpoint" (which a signal begins and the file `go` ends),
-    "again" or "die": these two concern rank 1 in its first life alone."""
+    "fatal", "again" or "die": these three concern rank 1 in its first life alone."""
     if arguments[1] == "checkpoint":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     folder, what = Path(arguments[0]), arguments[1]
@@ -25,11 +25,11 @@ def main(arguments: Sequence[str]) -> int:
     (folder / f"rank-{rank}-{life}").write_text(json.dumps(note))
     if what == "end" or (life and what != "wait"):
         return 0
-    if rank == 1 and what in ("again", "die"):
+    if rank == 1 and what in ("again", "die", "fatal"):
         while not (folder / "rank-0-0").exists():
             signal.sigtimedwait([], 0.02)
-        if what == "again":
-            return 1
+        if what != "die":
+            return 1 if what == "again" else 3
         os.kill(os.getpid(), signal.SIGKILL)
     signal.sigwait({signal.SIGTERM})
     if what == "checkpoint":

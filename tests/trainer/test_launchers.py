@@ -84,6 +84,24 @@ def test_torchrun_gives_each_rank_its_place(start: Starter, tmp_path: Path) -> N
     assert len({note["MASTER_PORT"] for note in found.values()}) == 1
 
 
+def test_torchrun_ends_with_the_exit_code_of_the_rank_that_failed(start: Starter, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    assert start("torchrun", "fatal").wait(200) == 3, (tmp_path / "log").read_text()[-3000:]
+
+
+def test_no_rank_outlives_a_launcher_of_torchrun_that_is_killed(start: Starter, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    launcher = start("torchrun", "wait")
+    wait_for(tmp_path, 2, launcher)
+    launcher.kill()
+    launcher.wait(10)
+    ranks = [note["pid"] for note in lives(tmp_path).values()]
+    deadline = time.monotonic() + 60
+    while any(alive(pid) for pid in ranks):
+        assert time.monotonic() < deadline
+        signal.sigtimedwait([], 0.1)
+
+
 def test_ray_starts_the_whole_group_again_when_a_rank_is_killed(start: Starter, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     assert start("ray", "die").wait(250) == 0, (tmp_path / "log").read_text()[-3000:]
