@@ -96,8 +96,8 @@ def run_program(source: str, text_in: str, limits: Limits) -> ProgramResult:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)  # also what it left behind
                 process.wait(5.0)
-        with (place / "stdout").open("rb") as stdout:
-            output = stdout.read(OUTPUT_BYTES).decode("utf-8", "replace")
+        with (place / "stdout").open("rb") as written:
+            output = written.read(OUTPUT_BYTES).decode("utf-8", "replace")
     return ProgramResult(output, process.returncode, timed_out)
 
 
