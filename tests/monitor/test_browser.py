@@ -110,10 +110,18 @@ def test_the_page_follows_the_run_and_survives_a_restart_of_the_monitor(
     assert shown.errors == []
     assert monitor.stop() == 0  # although the page follows
     shown.wait("document.getElementById('age').className === 'late'")
+    shown.wait("document.getElementById('headline').textContent === 'The monitor does not answer.'")
+    assert str(shown.page.title()).startswith("no answer")
+    said = shown.text("age")
+    assert said.startswith("no answer since ")  # and no count of seconds, which a screen reader would read out each second
     run.broker.steer("resume", why="by test")
     monitor.start()
     shown.wait("document.getElementById('age').textContent === 'live'")
     shown.wait("document.getElementById('mode').textContent === ''")
+    assert not str(shown.page.title()).startswith("no answer")
+    run.broker._connection.client.shutdown(nosave=True)
+    shown.wait("document.getElementById('headline').textContent.startsWith('Redis does not answer')")
+    assert shown.page.get_attribute("#verdict", "class") == "verdict not-running"
     # Chromium itself reports the connections that were refused meanwhile; there is nothing else.
     assert [e for e in shown.errors if "net::ERR_" not in e] == []
     shown.context.close()

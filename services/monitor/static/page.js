@@ -1,11 +1,11 @@
 // The live page: follows v1/stream (one overview a second) and shows it. Text goes in as text, never as markup.
 "use strict";
 (() => {
-  const AGAIN_MS = 2000, QUEUE_POINTS = 300;
+  const AGAIN_MS = 2000, LATE_MS = 3500, ASK_MS = 5000, QUEUE_POINTS = 300;
   const $ = (id) => document.getElementById(id);
   const queue = [[], [], []];
   const plots = {};
-  let lastAnswer = 0, shownRun = null;
+  let lastAnswer = 0, lastWord = 0, shownRun = null;
 
   const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
   const percent = (share) => (share === null ? "–" : Math.round(share * 100) + " %");
@@ -70,7 +70,9 @@
     document.title = o.diagnosis.verdict + " · Lagrange · " + o.run;
     text("run", o.run);
     text("headline", o.diagnosis.headline);
-    $("also").replaceChildren(...o.diagnosis.findings.slice(1).map((f) => node("li", f.verdict + ": " + f.because + "; " + f.change)));
+    const also = o.diagnosis.findings.slice(1).map((f) => f.verdict + ": " + f.because + "; " + f.change);
+    if (also.join() !== [...$("also").children].map((line) => line.textContent).join())  // else it would be read out every second
+      $("also").replaceChildren(...also.map((words) => node("li", words)));
     $("verdict").className = "verdict " + o.diagnosis.verdict;
     text("mode", o.progress.admission_paused ? "admission is paused" : o.progress.status === "draining" ? (o.progress.drained ? "drained" : "draining") : "");
     text("step", o.progress.step + " / " + o.progress.steps_total);
@@ -96,7 +98,7 @@
     o.fleet.engines.forEach((e, i) => { body.rows[i].cells[1].className = "state " + e.state; });
     const states = ["issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed"];
     table("ledger", states.map((name) => [name, s.groups[name], s.tokens[name]]));
-    table("events", o.events.map((e) => [new Date(e.time_ms).toISOString().slice(11, 19), e.kind, e.text]));
+    table("events", o.events.map((e) => [clock(e.time_ms), e.kind, e.text]));
     table("evaluations", o.evaluations.flatMap((e) => Object.entries(e.scores).map(([name, one]) =>
       [e.task, e.version, e.evaluation_lag, name + " " + one.value.toFixed(3), one.low.toFixed(3) + " to " + one.high.toFixed(3)])));
     text("closes", s.closes ? "closes" : "DOES NOT CLOSE");
@@ -117,17 +119,26 @@
     plot("plot-queue", [["in flight", "--warn", { width: 4 }], ["ready", "--accent"]], [queue[0].map((t) => t - first), queue[1], queue[2]], (u, low, high) => [0, Math.max(1, high)]);
   }
 
+  const clock = (ms) => new Date(ms).toISOString().slice(11, 19);
   function age() {
-    const seconds = lastAnswer ? Math.round((Date.now() - lastAnswer) / 1000) : 0;
-    const late = !lastAnswer || seconds > 3;
+    const late = Date.now() - lastAnswer > LATE_MS;
     $("age").className = late ? "late" : "";
-    text("age", !lastAnswer ? "no answer yet" : late ? "no answer for " + seconds + " s" : "live");
+    text("age", !lastAnswer ? "no answer yet" : late ? "no answer since " + clock(lastAnswer) + " UTC" : "live");
+    if (lastWord && Date.now() - lastWord > LATE_MS) silent("The monitor does not answer.");
+  }
+
+  // What is shown was so once: nothing may go on saying that all is well.
+  function silent(words) {
+    text("headline", words);
+    if ($("also").children.length) $("also").replaceChildren();
+    $("verdict").className = "verdict not-running";
+    document.title = "no answer · Lagrange · " + $("run").textContent;
   }
 
   function follow() {
     const stream = new EventSource("v1/stream");
-    stream.addEventListener("overview", (event) => { show(JSON.parse(event.data)); lastAnswer = Date.now(); age(); });
-    stream.addEventListener("away", () => text("headline", "Redis does not answer, or does not hold this run (yet)."));
+    stream.addEventListener("overview", (event) => { show(JSON.parse(event.data)); lastAnswer = lastWord = Date.now(); age(); });
+    stream.addEventListener("away", () => { lastWord = Date.now(); silent("Redis does not answer, or does not hold this run (yet)."); });
     // The browser connects again by itself unless the answer was an error.
     stream.addEventListener("error", () => { if (stream.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS); });
   }
@@ -150,7 +161,7 @@
 
   let shownGroups = "";
   async function read() {
-    const answer = await fetch("v1/samples").catch(() => null);
+    const answer = await fetch("v1/samples", { signal: AbortSignal.timeout(ASK_MS) }).catch(() => null);
     if (!answer || !answer.ok) return;
     const groups = (await answer.json()).groups, now = groups.map((g) => g.group_id).join();
     if (now === shownGroups) {  // a group that someone has opened stays open while nothing is new
@@ -170,7 +181,7 @@
   addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(redraw, 200); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   setInterval(age, 1000);
-  setInterval(read, 5000);
+  setInterval(read, ASK_MS);
   read();
   follow();
 })();
