@@ -2,7 +2,8 @@
 
 Invariant: only an engine that is routable (serving under a confirmed version) and new enough is chosen, and one that
 could not be reached is left alone for SUSPECT_S. `choose` is pure; `EnginePool` keeps one client for each engine of the
-registry and looks at the registry when it was told that an engine changed, and otherwise every REFRESH_S seconds.
+registry, and of engines that are gone none that is idle; it looks at the registry when it was told that an engine
+changed, and otherwise every REFRESH_S seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class EnginePool:
         """connect: base URL -> client. timeout_s: longest wait for the registry, in seconds."""
         self._broker, self._connect, self._timeout_s = broker, connect, timeout_s
         self._records: tuple[EngineRecord, ...] = ()
-        self._clients: dict[str, EngineClient] = {}
+        self._clients: dict[tuple[str, str], EngineClient] = {}  # by id and address
         self._own: Counter[str] = Counter()
         self._elsewhere: dict[str, float] = {}
         self._suspect_until: dict[str, float] = {}
@@ -69,6 +70,7 @@ class EnginePool:
                 self._changed.clear()
                 self._records = await in_thread(self._broker.engines, self._timeout_s)
                 self._seen = time.monotonic()
+                await self._forget()
             if time.monotonic() - self._asked >= LOADS_EVERY_S and sum(r.routable for r in self._records) > 1:
                 await self._ask_for_loads()
         load = {r.engine_id: self._own[r.engine_id] + self._elsewhere.get(r.engine_id, 0.0) for r in self._records}
@@ -89,9 +91,10 @@ class EnginePool:
 
     def client(self, record: EngineRecord) -> EngineClient:
         """The client of an engine."""
-        if record.url not in self._clients:
-            self._clients[record.url] = self._connect(record.url)
-        return self._clients[record.url]
+        key = record.engine_id, record.url
+        if key not in self._clients:
+            self._clients[key] = self._connect(record.url)
+        return self._clients[key]
 
     def started(self, engine_id: str, samples: int) -> None:
         """So many samples of this worker run on the engine from now on; negative when they end."""
@@ -107,6 +110,16 @@ class EnginePool:
             self._changes.close()
         for client in self._clients.values():
             await client.close()
+
+    async def _forget(self) -> None:
+        """Let go of engines that left the registry or changed their address, once nothing of ours runs there."""
+        known = {(record.engine_id, record.url) for record in self._records}
+        for key in [key for key in self._clients if key not in known and not self._own[key[0]]]:
+            await self._clients.pop(key).close()
+        ids = {engine_id for engine_id, _ in known}
+        for engine_id in [each for each, samples in self._own.items() if not samples and each not in ids]:
+            del self._own[engine_id]
+            self._suspect_until.pop(engine_id, None)
 
     def _listen(self) -> None:
         if self._changes is None:

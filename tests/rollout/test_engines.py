@@ -135,3 +135,37 @@ async def test_the_turns_of_an_episode_go_to_the_engine_of_the_turn_before(
     assert (moved.engine_id, stayed.engine_id) == ("engine-1", "engine-0")
     assert [len(call["input_ids"]) for call in two[1].calls("/generate")] == [3, 8, 13]
     assert len(two[0].calls("/generate")) == 1
+
+
+async def test_connections_to_engines_that_are_gone_are_closed_once_nothing_runs_there(broker: Broker) -> None:
+    Run(broker).start()
+    broker.remove_engine("engine-1")
+    opened: list[EngineClient] = []
+
+    def connect(url: str) -> EngineClient:
+        opened.append(EngineClient(url, CHECKPOINT, api_key=None, timeout_s=20))
+        return opened[-1]
+
+    pool = EnginePool(broker, connect, 10.0)
+
+    async def look() -> None:
+        pool._changed.set()
+        await pool.pick()
+
+    for number in range(3):
+        serving(broker, f"http://127.0.0.1:{number + 1}", 0, f"engine-{number}")
+    await look()
+    first, second, third = broker.engines()
+    for record in (first, second, third):
+        pool.client(record)
+    pool.started("engine-1", 4)
+    for name in ("engine-0", "engine-1"):
+        broker.remove_engine(name)
+    await look()
+    assert [client._http.is_closed for client in opened] == [True, False, False]
+    pool.started("engine-1", -4)
+    serving(broker, "http://127.0.0.1:9", 0, "engine-2")  # started again elsewhere
+    await look()
+    assert [client._http.is_closed for client in opened] == [True, True, True]
+    assert pool.client(broker.engines()[0]).url == "http://127.0.0.1:9"
+    await pool.close()
