@@ -28,7 +28,8 @@ class SampleLog:
     def __init__(self, path: Path, codec: Codec) -> None:
         """path: the file, whose folder need not exist."""
         self._path, self._codec = path, codec
-        self._version, self._written, self._lines = -1, 0, 0
+        self._version, self._written = -1, 0
+        self._lines = -1  # of the file; -1: not looked at yet
         self.failures = 0
 
     def note(self, group: Group, newest: int = -1) -> bool:
@@ -51,8 +52,9 @@ class SampleLog:
         return True
 
     def _write(self, line: str) -> None:
-        if self._lines == 0:
+        if self._lines < 0:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lines = _lines_of(self._path)  # the worker of this number before us may have left some
         if self._lines >= KEPT:
             self._path.replace(self._path.with_suffix(".1.jsonl"))
             self._lines = 0
@@ -89,6 +91,13 @@ def read_samples(folder: Path, groups: int) -> tuple[dict[str, Any], ...]:
         kept.extend(_records(path))
     ordered = sorted(kept, key=lambda record: (record.get("version") or 0, record.get("group") or 0))
     return tuple(ordered[-groups:])
+
+
+def _lines_of(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

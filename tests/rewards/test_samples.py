@@ -46,6 +46,15 @@ def test_a_log_keeps_a_few_groups_of_each_version_and_no_more_than_two_files(tmp
     assert len(files) == 2
     assert all(len(path.read_text().splitlines()) <= KEPT for path in files)
     assert [record["version"] for record in read_samples(tmp_path, 3)] == [3 * KEPT - 2, 3 * KEPT - 1, 3 * KEPT - 1]
+    for _ in range(3):  # a worker that is started again and again
+        SampleLog(tmp_path / "samples" / "w0.jsonl", codec).note(group(codec, 0))
+        again = SampleLog(tmp_path / "samples" / "w0.jsonl", codec)
+        for version in range(KEPT // 4):
+            again.note(group(codec, version))
+            again.note(group(codec, version))
+    files = list((tmp_path / "samples").iterdir())
+    assert len(files) == 2
+    assert all(len(path.read_text().splitlines()) <= KEPT for path in files)
     blocked = SampleLog(files[0] / "below-a-file" / "w0.jsonl", codec)
     assert not blocked.note(group(codec, 0))
     assert blocked.failures == 1
