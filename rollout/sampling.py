@@ -258,11 +258,10 @@ def _settle(draw: Draw, slot: Slot, answer: Sample | EngineError, ask: Continuat
         slot.partial = sample
         _restart(draw, slot)
         return
-    if not len(answer.token_ids):  # an abort without progress is a try, or constant aborts would never end
-        slot.failures += 1
-        draw.last_error = "aborted before its first token"
     if len(sample.token_ids):
         slot.partial = sample
+    if not len(answer.token_ids):  # an abort without progress is a try, or constant aborts would never end
+        _failed(draw, slot, InvalidAnswer("aborted before its first token"))
 
 
 def _restart(draw: Draw, slot: Slot) -> None:

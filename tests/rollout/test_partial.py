@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from broker.queue import Broker
-from rollout.client import EngineClient, RequestRefused, Sampling
+from broker.types import VersionRun
+from rollout.client import EngineClient, RequestRefused, Sample, Sampling
 from rollout.counters import Counters
 from rollout.engines import EnginePool
 from rollout.sampling import Draw, Unanswerable, draw_group
@@ -110,6 +112,30 @@ async def test_drop_leaves_an_interrupted_sample_out(broker: Broker, pool: Engin
     assert made.samples == []
     assert made.counters.totals()["samples_given_up"] == 2
     assert made.counters.totals()["discarded_tokens"] == made.tokens_lost >= 2
+
+
+async def test_what_a_sample_had_is_counted_as_lost_when_aborts_without_progress_use_up_its_tries(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def aborted(tokens: int) -> Sample:
+        versions = (VersionRun(0, tokens, 0),) if tokens else ()
+        ids, log_probs = np.full(tokens, 7, np.int32), np.zeros(tokens, np.float32)
+        return Sample(ids, log_probs, versions, None, 0, "abort")
+
+    answers = iter([aborted(3), *[aborted(0)] * 4])
+
+    async def generate(*_: object, **__: object) -> list[Sample]:
+        return [next(answers)]
+
+    client = SimpleNamespace(checkpoint=CHECKPOINT, generate=generate)
+    monkeypatch.setattr(pool, "client", lambda record: client)
+    made = draw()
+    await draw_group(made, 1, pool, ENGINE, 20.0)
+    assert made.samples == []
+    assert "aborted before its first token" in made.last_error
+    counted = made.counters.totals()
+    assert (counted["discarded_tokens"], made.tokens_lost, made.tokens) == (3, 3, 3)
+    assert (counted["generation_retries"], counted["samples_given_up"]) == (3, 1)
 
 
 async def test_no_sample_spans_more_versions_than_allowed(broker: Broker, pool: EnginePool, engine: FakeEngine) -> None:
