@@ -6,6 +6,8 @@ its lost answer is undone by a lease), and no call takes much longer than twice 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,6 +59,8 @@ class Connection:
         self.url = url
         self.timeout_s = timeout_s
         self._user = user
+        self._idle: list[redis.Connection] = []  # kept out of the pool, whose checks cost what a small call does
+        self._process = os.getpid()
         try:
             self.client = _client(url, user, password, timeout_s, ca_file)
         except ValueError as error:
@@ -64,6 +68,7 @@ class Connection:
 
     def close(self) -> None:
         """Close all sockets."""
+        self._put_back()
         self.client.close()
 
     def call(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Any]:
@@ -107,8 +112,7 @@ class Connection:
 
     def _exchange(self, commands: Sequence[Command]) -> list[Any]:
         """Answers in order, an error of the server among them as an exception that is not raised."""
-        pool = self.client.connection_pool
-        connection: Any = pool.get_connection()
+        connection: Any = self._take()
         answers: list[Any] = []
         try:
             connection.send_packed_command(pack(commands))
@@ -118,11 +122,27 @@ class Connection:
                 except redis.exceptions.ResponseError as error:
                     answers.append(error)
         except BaseException:
-            connection.disconnect()  # unread answers must not meet another command
+            self._idle.append(connection)
+            self._put_back()  # unread answers must not meet another command; and where one broke, others may have
             raise
-        finally:
-            pool.release(connection)
+        self._idle.append(connection)
         return answers
+
+    def _take(self) -> redis.Connection:
+        if self._process != os.getpid():  # a fork must not use its parent's sockets
+            self._idle, self._process = [], os.getpid()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return cast(redis.Connection, self.client.connection_pool.get_connection())
+
+    def _put_back(self) -> None:
+        """Disconnect what no thread uses now; the pool connects it again."""
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread took it meanwhile
+                connection = self._idle.pop()
+                connection.disconnect()
+                self.client.connection_pool.release(connection)
 
     def attempt(self, action: Callable[[], T], *, tries_for_s: float | None = None) -> T:
         """Do `action`, again while the server is away, for `tries_for_s` (default: timeout_s) seconds."""

@@ -31,7 +31,7 @@ _CODECS: dict[Codec, int] = {"raw": 0, "zstd": 1}
 _HEAD = struct.Struct("<4sHBBIQ")
 _DIGEST = struct.Struct("<Q")
 _ALIGN = 16
-SMALL = 64 * 1024  # bytes below which one copy is cheaper than many pieces
+SMALL = 256 * 1024  # bytes below which one copy is cheaper than many pieces
 LARGEST_BODY = 1 << 30  # bytes after decompression: a few KB could claim any amount of memory
 _FIXED = _HEAD.size + _DIGEST.size  # 28 bytes; the header follows
 _DTYPES = {
@@ -80,9 +80,11 @@ def pieces(group: Group, codec: Codec = "raw") -> Payload:
     header = msgspec.msgpack.encode(group, enc_hook=place)
     if codec == "zstd":
         parts = [_zstd().ZstdCompressor(level=1).compress(b"".join(parts))]
-    head = _HEAD.pack(MAGIC, SCHEMA_VERSION, _CODECS[codec], 0, len(header), sum(len(part) for part in parts))
-    parts = [header, bytes(-(_FIXED + len(header)) % _ALIGN), *parts]
-    size = sum(len(part) for part in parts) + len(head) + _DIGEST.size
+        at = len(parts[0])
+    head = _HEAD.pack(MAGIC, SCHEMA_VERSION, _CODECS[codec], 0, len(header), at)
+    padding = -(_FIXED + len(header)) % _ALIGN
+    parts = [header, bytes(padding), *parts]
+    size = _FIXED + len(header) + padding + at
     if size < SMALL:
         parts = [b"".join(parts)]
     digest = xxhash.xxh3_64(head)
@@ -134,10 +136,10 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
 
     def array(_: type, found: Any) -> npt.NDArray[Any]:
         info = msgspec.convert(found, ArrayInfo)
-        if info.offset < 0 or any(length < 0 for length in info.shape):  # numpy takes -1 for "as many as there are"
+        if min((info.offset, *info.shape)) < 0:  # numpy takes -1 for "as many as there are"
             raise ValueError(f"an array of shape {info.shape} at {info.offset}")
         dtype = _DTYPES[info.dtype]
-        return np.ndarray(info.shape, dtype, body, info.offset) if all(info.shape) else np.empty(info.shape, dtype)
+        return np.empty(info.shape, dtype) if 0 in info.shape else np.ndarray(info.shape, dtype, body, info.offset)
 
     try:
         group = msgspec.msgpack.decode(view[_FIXED : _FIXED + header_size], type=Group, dec_hook=array)

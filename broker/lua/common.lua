@@ -160,8 +160,7 @@ local function stored_bytes()
   return (tonumber(redis.call('HGET', k('ledger'), 'bytes')) or 0) + (sums.ledger and sums.ledger.bytes or 0)
 end
 local function capped(list, text)
-  redis.call('LPUSH', k(list), text)
-  local over = redis.call('LLEN', k(list)) - CAP
+  local over = redis.call('LPUSH', k(list), text) - CAP
   if over > 0 then
     redis.call('LTRIM', k(list), 0, CAP - 1)
     count(list .. '_dropped', over)
