@@ -5,6 +5,7 @@ Invariant: whatever is wrong with a file comes out as one `ConfigError` whose te
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,19 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+_BOOL = "tag:yaml.org,2002:bool"
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML takes the last of two equal keys, or a NUL that no path can have, without a word; here they are errors."""
+    """PyYAML takes the last of two equal keys, or a NUL that no path can have, without a word; here they are errors.
+
+    `off` is a word, as in YAML 1.2, and not false: trainer.routing_replay has it. A switch takes both.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own attribute
+        first: [(tag, pattern) for tag, pattern in known if tag != _BOOL]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -73,6 +85,9 @@ class _Loader(yaml.SafeLoader):
         if isinstance(found, str) and "\0" in found:
             raise yaml.constructor.ConstructorError(None, None, "a text holds a NUL", node.start_mark)
         return found
+
+
+_Loader.add_implicit_resolver(_BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def save_config(config: RunConfig, path: Path) -> None:

@@ -162,3 +162,14 @@ def test_a_damaged_config_json_of_a_checkpoint_is_named(tmp_path: Path, content:
 def test_a_model_of_another_kind_has_no_known_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
     assert sizes_of(load_config(LOCAL, {"model": {"path": str(tmp_path)}})) is None
+
+
+def test_off_is_a_word_of_its_own_and_a_switch_takes_every_word_for_true_and_false(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    text = LOCAL.read_text(encoding="utf-8")
+    assert "\ntrainer:\n" in text
+    for switch in ("off", "no", "False", "false"):
+        words = f"\ntrainer:\n  routing_replay: off\n  recompute: {switch}\n"
+        file.write_text(text.replace("\ntrainer:\n", words), encoding="utf-8")
+        trainer = load_config(file, {"trainer.distributed_optimizer": parse_yaml("true")}).trainer
+        assert (trainer.routing_replay, trainer.recompute) == ("off", False)
