@@ -98,6 +98,7 @@ class Worker:
         self._curriculum = Curriculum(config.task.curriculum, config.run.seed, broker, self._broker_s)
         self._held: dict[int, Held] = {}
         self._asking: asyncio.Task[Ticket | Refused] | None = None
+        self._bad_prompts = 0  # in a row
         self._free = asyncio.Semaphore(config.rollout.concurrent_groups)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -146,6 +147,10 @@ class Worker:
         """
         await self._free.acquire()
         asked_ns = time.time_ns()
+        if self._bad_prompts > 1:  # they fail at once: without a pause a data set that ended is asked without end
+            began = time.monotonic()
+            await asyncio.sleep(min(0.05 * self._bad_prompts, 2.0))
+            self._waited("prompt", began)
         newest_refused, last_reason, wait = -1, "", 0.0
         while True:
             reason, detail, engine = "engine", "no engine is routable", None
@@ -175,8 +180,12 @@ class Worker:
             last_reason = reason
             began = time.monotonic()
             await self._pool.changed(wait * random.uniform(0.8, 1.0))
-            self.counters.add("admission_wait_seconds", time.monotonic() - began)
-            self.counters.add(f"admission_wait_{reason}_seconds", time.monotonic() - began)
+            self._waited(reason, began)
+
+    def _waited(self, reason: str, began: float) -> None:
+        """Count a wait for admission. began: monotonic seconds."""
+        self.counters.add("admission_wait_seconds", time.monotonic() - began)
+        self.counters.add(f"admission_wait_{reason}_seconds", time.monotonic() - began)
 
     async def _newer(self, version: int) -> bool:
         with contextlib.suppress(*UNAVAILABLE):
@@ -283,7 +292,9 @@ class Worker:
             prompt = self._task.prompt(index)
             ids = encode_prompt(prompt, self._codec)
         except Exception as error:  # a task's code may fail in any way; it must not take the worker with it
+            self._bad_prompts += 1
             raise BadPrompt(f"prompt {index} of {self._task.name}: {type(error).__name__}: {error}") from error
+        self._bad_prompts = 0
         return prompt, tuple(ids)
 
     async def _submit(self, group: Group) -> str:

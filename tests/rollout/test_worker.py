@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,22 @@ async def test_prompts_follow_the_ticket_and_rewards_the_task(
         assert [i - 3 for i in group.trajectories[0].prompt_ids.tolist()[:-1]] == [int(d) for d in digits]
         assert [t.reward for t in group.trajectories] == [1.0, 1.0]
         assert [t.finish for t in group.trajectories] == ["stop", "stop"]
+
+
+async def test_a_data_set_that_has_ended_is_not_asked_for_prompts_without_pause(
+    run: Run, engine: FakeEngine, folder: Path, make_config: ConfigFactory
+) -> None:
+    def ended(index: int) -> Any:
+        raise IndexError(f"1 epochs of rows end before prompt {index}")
+
+    real = make_task("max-digit", 0)
+    task: Any = SimpleNamespace(name=real.name, prompt=ended, reward=real.reward)
+    worker = make_worker(make_config(**{"rollout.concurrent_groups": 1}), run.broker, folder, task=task)
+    async with working(worker):
+        await until(lambda: worker.counters.totals().get("failed_groups", 0) >= 6)
+        counted = worker.counters.totals()
+    assert counted["admission_wait_prompt_seconds"] >= 0.05 * (2 + 3 + 4 + 5)
+    assert run.broker.snapshot().counters["dead_letters"] >= 1
 
 
 @pytest.mark.parametrize("kind", ["status", "garbage", "drop"])
