@@ -162,12 +162,16 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
             f"{config.trainer.retention}s of trained groups are kept until then.",
         ),
     ]
+    return lines + _memory(config)
+
+
+def _memory(config: RunConfig) -> list[tuple[str, str]]:
+    """What the run takes, as far as it is known on this machine."""
     sizes = sizes_of(config)
     if sizes is None:
-        lines.append(("memory", "not estimated: the model's sizes are not known on this machine."))
-        return lines
+        return [("memory", "not estimated: the model's sizes are not known on this machine.")]
     e = estimate(config, sizes)
-    lines += [
+    return [
         (
             "model",
             f"{_count(e.parameters)} parameters; weights of {_bytes(e.weights)} as served ({config.engine.dtype}).",
@@ -189,7 +193,6 @@ def meaning(config: RunConfig) -> list[tuple[str, str]]:
         ),
         ("queue memory", _queue(e)),
     ]
-    return lines
 
 
 def _queue(e: Estimate) -> str:

@@ -212,18 +212,7 @@ class Worker:
                 await self._again(partial(self._broker.drop, ticket.group_id, self.name))
                 span.end("passed over by the curriculum")
                 return
-            draw = Draw(
-                prompt_ids,
-                self._sampling,
-                rollout.generation_tries,
-                ticket.engine_version,
-                self.counters,
-                rollout.interrupted,
-                rollout.max_versions,
-                span=span,
-                part_tokens=rollout.part_tokens if rollout.interrupted == "continue" else 0,
-                stall_s=rollout.stall_timeout_s,
-            )
+            draw = self._draw(prompt_ids, ticket.engine_version, span)
             trajectories = await self._trajectories(prompt, draw, engine.engine_id)
             if len(trajectories) < rollout.min_samples:
                 why = f"{len(trajectories)} of {rollout.samples_per_prompt} samples, {rollout.min_samples} needed"
@@ -263,6 +252,21 @@ class Worker:
             await self._fail(ticket, str(error), draw.tokens if draw else 0, span, final=True)
         except InvalidTrajectory as error:
             await self._fail(ticket, str(error), draw.tokens if draw else 0, span)
+
+    def _draw(self, prompt_ids: tuple[int, ...], at_least: int, span: Span) -> Draw:
+        rollout = self.config.rollout
+        return Draw(
+            prompt_ids,
+            self._sampling,
+            rollout.generation_tries,
+            at_least,
+            self.counters,
+            rollout.interrupted,
+            rollout.max_versions,
+            span=span,
+            part_tokens=rollout.part_tokens if rollout.interrupted == "continue" else 0,
+            stall_s=rollout.stall_timeout_s,
+        )
 
     async def _trajectories(self, prompt: Prompt, draw: Draw, engine_id: str) -> tuple[Trajectory, ...]:
         """Samples with their rewards: of one turn each, of the task's environment, or of its agent."""

@@ -91,11 +91,19 @@ def step_statistics(
     used = gate if gate is not None else measured
     assert used is not None
     kept = _join([r["contraction"][t.active] for r, t in zip(reports, parts, strict=True)])
+    record["sat"] = _sat_record(settings, used, total) | {
+        "c_min": number(exact_quantile(kept, 0.0, sum_counts=sum_over))
+    }
+    return record, measured
+
+
+def _sat_record(settings: LossSettings, used: Gate, total: Mapping[str, float]) -> dict[str, Any]:
+    """What SAT did in a step, from the gate that it used and the sums over the step's tokens (SUMS)."""
+    n = total["active"]
     plus, minus = one_radius(used, settings.sat, settings.clip_low, settings.clip_high)
-    record["sat"] = {
+    return {
         "q": number(used.quantile),
         "gate_rate": _mean(total["gated"], n),
-        "c_min": number(exact_quantile(kept, 0.0, sum_counts=sum_over)),
         "radius_low": _mean(total["radius_low"], n),
         "radius_high": _mean(total["radius_high"], n),
         "d_star_plus": plus,
@@ -106,7 +114,6 @@ def step_statistics(
         "nonfinite_fraction": _mean(total["nonfinite"], n + total["nonfinite"]),
         "off": 0 if used.acts else 1,
     }
-    return record, measured
 
 
 def number(value: float) -> float | None:
