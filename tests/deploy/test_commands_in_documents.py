@@ -1,23 +1,22 @@
-"""docs/deploy: every command, service, field, variable and metric that a page names is one of the system's."""
+"""Every command, service, address, variable and metric that a page names is one of the system's."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 import pytest
 import typer.main
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from configs.schema import RunConfig
 from services.commands import app
-from tests.deploy.tools import DEPLOY, OVERLAYS, ROOT, compose, manifests
+from services.monitor.app import create_app
+from tests.deploy.tools import DEPLOY, OVERLAYS, PAGES, ROOT, compose, manifests
 
-PAGES = tuple(sorted((ROOT / "docs/deploy").glob("*.md")))
 COMPOSE_FILES = tuple(sorted(DEPLOY.glob("*compose*.y*ml")))
 FOLDERS = ("configs", "broker", "rollout", "trainer", "services", "deploy")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,31 +88,6 @@ def test_its_kubectl_commands_name_objects_that_exist(page: Path) -> None:
 
 
 @every_page
-def test_the_fields_that_it_names_are_the_configurations(page: Path) -> None:
-    sections = RunConfig.model_fields
-    for words in code(text_of(page)):
-        for section, fields, value in re.findall(r"^([a-z_]+)((?:\.[a-z_]+)+)(?:: (\S+))?$", words):
-            if section in sections and fields != ".yaml":
-                _accepts(f"{section}{fields}", value)
-
-
-def _accepts(dotted: str, value: str) -> None:
-    """The configuration has this field, and it takes the value if one is named."""
-    model: Any = RunConfig
-    *parents, leaf = dotted.split(".")
-    for name in parents:
-        assert issubclass(model, BaseModel), dotted
-        assert name in model.model_fields, dotted
-        model = model.model_fields[name].annotation
-    assert leaf in model.model_fields, dotted
-    if value:
-        try:
-            TypeAdapter(model.model_fields[leaf].annotation).validate_python(yaml.safe_load(value))
-        except ValidationError as error:
-            pytest.fail(f"{dotted}: {value}: {error}")
-
-
-@every_page
 def test_the_variables_that_it_names_are_read_somewhere(page: Path) -> None:
     sources = written("*.py", "*.yml", "*.yaml", "*.sh", "*Dockerfile")
     for name in set(re.findall(r"\b(?:LAGRANGE|REDIS|ROLLOUT|ENGINE|TRAINER)_[A-Z_]+\b", text_of(page))):
@@ -124,7 +98,33 @@ def test_the_variables_that_it_names_are_read_somewhere(page: Path) -> None:
 def test_the_metrics_that_it_names_are_exported(page: Path) -> None:
     sources = written("*.py", "*.yml")
     for name in set(re.findall(r"`(lagrange[_:][a-z_:]+)`", text_of(page))):
-        assert name in sources or f'"{name.removeprefix("lagrange_")}"' in sources, name
+        of_a_service = re.sub(r"^lagrange_(weight_sync_)?(\w+?)(_total)?$", r'"\2"', name)
+        assert name in sources or of_a_service in sources, name
+
+
+@cache
+def served() -> frozenset[tuple[str, str]]:
+    """(method, address) of what answers over HTTP; what is filled in is *. Of SGLang: what is asked for."""
+    monitor = create_app(cast(Any, None), steer=cast(Any, object()))
+    found = {(method.upper(), path) for path, item in monitor.openapi()["paths"].items() for method in item}
+    sources = written("*.py")
+    found |= {(m.upper(), path) for m, path in re.findall(r'@app\.(get|post|delete)\(\s*"(/[^"]*)"', sources)}
+    found |= {(m, path) for path, m in re.findall(r'Route\("(/[^"]*)", .*methods=\["(\w+)"\]', sources)}
+    found |= set(re.findall(r'_call\("(\w+)", "(/[^"]*)"', sources))
+    return frozenset((method, re.sub(r"\{\w+\}", "*", path)) for method, path in found)
+
+
+@every_page
+def test_the_addresses_that_it_names_are_served_by_that_method(page: Path) -> None:
+    methods = {path: {m for m, p in served() if p == path} for _, path in served()}
+    for words in code(text_of(page)):
+        asked = re.search(r"curl.* -X (\w+)", words)
+        for named, path in re.findall(
+            r"(GET |POST |PATCH |DELETE )?[\w>]*(/v1/[\w/<>-]+|/metrics|/healthz|/readyz)", words
+        ):
+            there = methods.get(re.sub(r"<\w+>|\b[A-Z]+\b", "*", path), set())
+            method = named.strip() or (asked[1] if asked else "GET" if "curl" in words else "")
+            assert method in there if method else there, f"{method} {path}"
 
 
 def test_the_pages_that_files_under_deploy_name_exist() -> None:

@@ -1,30 +1,39 @@
-"""docs/deploy: links lead somewhere, files and overlays that it names exist, the tables agree with the system."""
+"""Every page: links lead somewhere, files that it names exist. docs/deploy: its tables agree with the system."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from configs import load_config
 from configs.check import sizes_of
 from configs.memory import estimate
-from tests.deploy.tools import DEPLOY, OVERLAYS, ROOT
+from tests.deploy.tools import DEPLOY, OVERLAYS, PAGES, ROOT
 
-PAGES = tuple(sorted((ROOT / "docs/deploy").glob("*.md")))
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+FOLDERS = "benchmarks|broker|configs|deploy|docs|rollout|services|tests|trainer"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as they are made of them where repositories are shown."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 @every_page
-def test_its_links_and_the_files_that_it_names_exist(page: object) -> None:
-    assert hasattr(page, "read_text")
-    text: str = page.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
-        assert (ROOT / "docs/deploy" / link).exists(), link
-    for name in re.findall(r"(?<![\w./])((?:deploy|docs|tests|configs)/[\w./*-]+)", text):
-        path = name.rstrip("./").split("*")[0].rstrip("/")
+def test_its_links_and_the_files_that_it_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+    for name, test in re.findall(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*\w/?)(?:::(\w+))?", text):
+        path = name.split("*")[0].rstrip("/")
         if not path.startswith("deploy/secrets/"):
-            assert (ROOT / path).exists(), name
+            assert (ROOT / path).exists() or (page.parent / path).exists(), name
+            assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{name}::{test}"
 
 
 def test_every_overlay_is_described() -> None:

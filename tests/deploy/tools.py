@@ -24,6 +24,7 @@ OVERLAYS = tuple(sorted(path.name for path in (DEPLOY / "kubernetes" / "overlays
 CONFIGS = tuple(
     sorted(path.name for path in (DEPLOY / "configs").iterdir() if path.is_dir() and path.name != "__pycache__")
 )
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 GPU_ENVIRONMENT = {
     "LAGRANGE_CONFIG": str(DEPLOY / "configs/qwen3-30b-a3b/config.yaml"),
     "LAGRANGE_ASSETS": "/data/rl",
