@@ -37,6 +37,13 @@ def _adaptive_limits_fit(c: RunConfig) -> str | None:
         )
     if adaptive.min > adaptive.max:
         return f"lag.adaptive.min = {adaptive.min} is above lag.adaptive.max = {adaptive.max}. Lower it."
+    sat = c.trainer.loss.name.startswith("sat") and c.trainer.loss.sat.scope == "lagged"
+    if adaptive.figure == "gate_rate" and not sat:
+        return (
+            "lag.adaptive.figure is gate_rate, which follows the lag only under a sat-* loss with "
+            "trainer.loss.sat.scope: lagged (a gate that is measured on its own step lets through the share "
+            "trainer.loss.sat.alpha at any lag). Set that scope, or lag.adaptive.figure: log_ratio_abs_mean."
+        )
     if not adaptive.min <= c.lag.max <= adaptive.max:
         return (
             f"lag.max is {c.lag.max}, outside lag.adaptive.min to lag.adaptive.max ({adaptive.min} to "

@@ -113,6 +113,15 @@ def test_evaluations_that_could_not_be_told_apart_are_refused() -> None:
     assert load_config(LOCAL, {"evaluation": {"tasks": [twice[0], {**twice[1], "label": "other"}]}}).evaluation.tasks
 
 
+def test_the_gate_rate_steers_the_bound_only_where_it_follows_the_lag() -> None:
+    by_gate = {"lag.adaptive": {"figure": "gate_rate", "budget": 0.2}}
+    for loss in ({"name": "sat-grpo"}, {"name": "grpo", "sat": {"scope": "lagged"}}):
+        with pytest.raises(ConfigError, match=r"lag\.adaptive\.figure is gate_rate"):
+            load_config(LOCAL, {**by_gate, "trainer.loss": loss})
+    lagged = {"name": "sat-grpo", "sat": {"scope": "lagged"}}
+    assert load_config(LOCAL, {**by_gate, "trainer.loss": lagged}).lag.adaptive is not None
+
+
 def test_engines_whose_ports_would_go_past_the_last_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="need port 65536"):
         load_config(LOCAL, {"engine": {"port": 65535, "replicas": 2}})
