@@ -1,8 +1,8 @@
 """What a run's configuration becomes on this machine: folder, ports, model, and the list of processes to start.
 
 Invariant: the resolved configuration in runs/<id>/config.yaml is the only thing that processes are told; it holds no
-port 0, no relative path and no model that still has to be made, and resolving it again changes nothing but ports that
-are taken.
+port 0, no relative path (but in a task's own parameters) and no model that still has to be made, and resolving it again
+changes nothing but ports that are taken.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from configs import RunConfig
 from configs.load import validated
@@ -83,14 +84,11 @@ def resolve(config: RunConfig, run_id: str, directory: Path, *, move_taken_ports
     move_taken_ports: a port that is in use is replaced (a resumed run, whose ports were chosen for it) instead of
     refused. Raises CannotStart if a port that the file asks for is taken.
     """
-    tree = config.model_dump(mode="python")
+    tree = _with_absolute_paths(config.model_dump(mode="python"))
     folder = directory.absolute() / run_id
     tree["run"].update(id=run_id, directory=folder.parent)
-    tree["engine"]["python"] = config.engine.python.absolute()
     if config.model.tiny is not None:
         tree["model"] = {"path": folder / "model", "tiny": None}
-    elif config.model.path is not None:
-        tree["model"]["path"] = config.model.path.absolute()
     ports = _Ports(move_taken_ports)
     if embeds_redis(config):
         port = ports.choose("redis.port", config.redis.port, "127.0.0.1")
@@ -103,6 +101,17 @@ def resolve(config: RunConfig, run_id: str, directory: Path, *, move_taken_ports
             "engine.port", config.engine.port, config.engine.host, config.engine.replicas
         )
     return validated(tree, str(folder))
+
+
+def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    """A symbolic link stays one: the place of an interpreter names its environment."""
+    out = dict(tree)
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            out[name] = _with_absolute_paths(value)
+        elif isinstance(value, Path):
+            out[name] = value.absolute()
+    return out
 
 
 def embedded_url(port: int) -> str:

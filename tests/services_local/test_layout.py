@@ -30,6 +30,19 @@ def test_a_resolved_configuration_has_real_ports_absolute_paths_and_a_model_fold
     assert config.redis.url == f"redis://127.0.0.1:{config.redis.port}/0"
 
 
+def test_certificates_are_found_also_by_a_run_that_goes_on_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    served = {"monitor": {"cert_file": "tls/chain.pem", "key_file": "tls/key.pem"}}
+    config = resolve(local(**served, **{"redis": {"url": "rediss://r:6379/0", "ca_file": "tls/ca.pem"}}), "r", tmp_path)
+    assert config.redis.ca_file == tmp_path / "tls" / "ca.pem"
+    assert (config.monitor.cert_file, config.monitor.key_file) == (
+        tmp_path / "tls" / "chain.pem",
+        tmp_path / "tls" / "key.pem",
+    )
+
+
 def test_an_interpreter_that_is_a_symbolic_link_is_kept_since_its_place_names_the_environment(tmp_path: Path) -> None:
     link = tmp_path / "venv" / "bin" / "python"
     link.parent.mkdir(parents=True)
