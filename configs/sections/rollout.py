@@ -73,8 +73,8 @@ class RolloutSection(Section):
         2048,
         ge=0,
         description="Longer responses come in parts, so that a dead engine costs the last part alone: as a stream, or "
-        "in requests of so many tokens where routes are replayed, which SGLang sends with an answer's end. In one if 0, "
-        "or unless interrupted is continue.",
+        "in requests of so many tokens where routes are replayed, which SGLang sends with an answer's end. In one if "
+        "this is 0, or interrupted is not continue.",
     )
     stall_timeout_s: Seconds = Field(
         60.0, description="Longest silence in a stream that has begun, in seconds; then it counts as broken off."
