@@ -1,4 +1,7 @@
-"""Tables of the queue for a terminal. Pure: from records to renderables."""
+"""Tables of the queue for a terminal. Pure: from records to renderables.
+
+Invariant: what models, tasks and workers wrote is shown as text: neither markup nor a terminal's control sequences.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,14 @@ from rollout.samples import readable
 from services.queue_cli.replay import Row
 
 LEDGER = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
+
+
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def visible(text: object) -> str:
+    """Text in which a control character, that a terminal would obey, is written out."""
+    return str(text).translate(CONTROLS)
 
 
 def plain(*columns: str) -> Table:
@@ -69,7 +80,7 @@ def group_table(records: Sequence[GroupRecord], now_ms: int) -> Table:
             str(r.response_tokens),
             str(r.payload_bytes),
             f"{(now_ms - (r.submitted_ms or r.issued_ms)) / 1000:.1f}",
-            escape(r.worker),
+            escape(visible(r.worker)),
         )
     return table
 
@@ -79,7 +90,7 @@ def dead_table(letters: Sequence[Mapping[str, Any]]) -> Table:
     table = plain("prompt", "attempt", "group", "worker", "reason")
     for letter in letters:
         table.add_row(
-            *(escape(str(letter[name])) for name in ("prompt_index", "attempt", "group_id", "worker", "reason"))
+            *(escape(visible(letter[name])) for name in ("prompt_index", "attempt", "group_id", "worker", "reason"))
         )
     return table
 
@@ -88,7 +99,7 @@ def record_table(record: GroupRecord) -> Table:
     """Every field of a record."""
     table = Table.grid(padding=(0, 2))
     for one in fields(record):
-        table.add_row(one.name, escape(str(getattr(record, one.name))))
+        table.add_row(one.name, escape(visible(getattr(record, one.name))))
     return table
 
 
@@ -122,12 +133,12 @@ def spoken(group: Group, codec: Codec, version: int) -> Text:
     version: that trains the group, or would now: lags are to it.
     """
     record = readable(group, codec)
-    out = Text(record["prompt"], style="dim")
+    out = Text(visible(record["prompt"]), style="dim")
     for number, (one, t) in enumerate(zip(record["samples"], group.trajectories, strict=False)):
         lag = "-" if t.oldest_version is None else str(version - t.oldest_version)
         out.append(f"\n\nsample {number}: reward {one['reward']:g}, lag {lag}, {one['finish']}\n", style="bold")
         for made_by, text in one["pieces"]:
-            out.append(text, style="dim" if made_by is None else COLOURS[made_by % len(COLOURS)])
+            out.append(visible(text), style="dim" if made_by is None else COLOURS[made_by % len(COLOURS)])
     named = sorted({run.version for t in group.trajectories for run in t.versions})
     out.append("\n\nversions: ")
     for made_by in named:

@@ -47,10 +47,12 @@ def test_groups_are_listed_shown_dumped_and_requeued(
     trained = run.train()[0].group_id
     waiting = run.ready(1)[0].group_id
     poison = run.admit()
-    broker.fail(poison.group_id, WORKER, "poison [red]", final=True)
+    broker.fail(poison.group_id, WORKER, "poison [red] \x1b[2J", final=True)
     assert "ledger closes; dead letters 1" in said("queue", file)
     assert str(waiting) in said("groups", "list", file)
-    assert "poison [red]" in said("groups", "list", file, "--state", "dead")
+    dead = said("groups", "list", file, "--state", "dead")
+    assert "poison [red]" in dead
+    assert "\x1b" not in dead  # it would clear the terminal
     assert "expected one of" in said("groups", "list", file, "--state", "nonsense")
     assert "uint8" in said("groups", "show", file, waiting)
     assert "is a dead letter after attempt 0: poison" in said("groups", "show", file, poison.group_id)
