@@ -1,24 +1,28 @@
 """What an update costs on a real engine, by transport, beside the engine's own bare load in the same run.
 
-    python -m benchmarks.weight_sync [updates] [hidden]
+    python -m benchmarks.weight_sync [updates] [hidden] [transport ...]
 
 Starts one SGLang engine on this machine's CPU with a Qwen3-MoE of about `hidden` x `hidden` experts, and brings
-`updates` versions into it by each transport, with a bare load of the idle, paused engine before each update. Prints one
-JSON object, medians in milliseconds: bare; for each transport transfer (before the pause), pause (pause sent until
-continue is confirmed), load, out (not routable), and whole (published until confirmed). Needs .venv-sglang.
+`updates` versions into it by each transport, in abort mode. Before each update it measures bare loads of the idle,
+paused engine: SGLang's own load from disk, and for `distributed` also its own load by the plainest broadcast of the
+same bytes in buckets of the same size (plain_broadcast.py). Prints one JSON object, medians in milliseconds: transfer
+(before anything is held back), pause (requests are held back), load (of the pause), out (not routable), whole
+(published until confirmed), bare loads, and the pause over each bare load. Needs .venv-sglang.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -27,7 +31,7 @@ from safetensors.numpy import load_file, save_file
 
 from broker import delta
 from broker.server import EmbeddedServer
-from broker.types import VersionRecord
+from broker.types import EngineRecord, VersionRecord
 from configs.schema import TinyModel
 from rollout.command import engine_environment
 from rollout.local_copy import Keeper
@@ -37,7 +41,11 @@ from services.weight_sync.lifecycle import Policy
 from services.weight_sync.reconciler import Reconciler, Settings
 from services.weight_sync.transports import Delta, Disk, Transport
 from tests.engine_fixture import RealEngine, start_engine, stop_engine
+from tests.weight_sync.live import until
 
+BUCKET_BYTES = 64 << 20
+PLAIN_BROADCAST = Path(__file__).with_name("plain_broadcast.py")
+WAYS = ("disk", "delta", "distributed")
 CHANGED = 0.02  # share of the elements that move by one bit in each version
 
 
@@ -69,19 +77,41 @@ class Bench:
     def __init__(self, engine: RealEngine, root: Path) -> None:
         self.engine, self.root, self.folder = engine, root, engine.folder
         self.epoch = engine.broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch
+        self.environment = engine_environment(engine.config.engine, os.environ)
+        self.http = httpx.Client(base_url=engine.url, headers=engine.headers, timeout=60, trust_env=False)
 
-    def bare_load(self) -> float:
-        """Seconds of SGLang's own load of the newest files, the engine idle and paused."""
+    def load_from_disk(self) -> float:
+        """Seconds of SGLang's own load of the newest files."""
         body = {"model_path": str(self.folder), "flush_cache": True, "weight_version": self._name()}
-        url, headers = self.engine.url, self.engine.headers
-        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
-            http.post("/pause_generation", json={"mode": "abort"})
-            began = time.perf_counter()
-            answer = http.post("/update_weights_from_disk", json=body)
-            took = time.perf_counter() - began
-            http.post("/continue_generation", json={})
+        began = time.perf_counter()
+        answer = self.http.post("/update_weights_from_disk", json=body)
+        took = time.perf_counter() - began
         assert answer.json()["success"], answer.text
         return took
+
+    @contextlib.contextmanager
+    def broadcaster(self) -> Iterator[Callable[[], float]]:
+        """What gives the seconds of SGLang's own load of the newest files by the plainest broadcast."""
+        command = [str(self.engine.config.engine.python), str(PLAIN_BROADCAST)]
+        command += [self.engine.url, self.engine.key, str(BUCKET_BYTES)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": self.environment, "text": True}
+        with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
+
+            def push() -> float:
+                process.stdin.write(f"{self.folder} {self._name()}\n")
+                process.stdin.flush()
+                return float(process.stdout.readline())
+
+            yield push
+            process.stdin.close()
+
+    def bare(self, load: Callable[[], float]) -> float:
+        """Seconds of a load of the paused engine, on which nothing runs."""
+        self.http.post("/pause_generation", json={"mode": "abort"})
+        try:
+            return load()
+        finally:
+            self.http.post("/continue_generation", json={})
 
     def _name(self) -> str:
         return str(self.engine.record().version)
@@ -95,13 +125,14 @@ class Bench:
         self.folder = Path(record.path)
         return record
 
-    def distributed(self, wake: Callable[[], None]) -> Transport:
-        """By broadcast over gloo."""
-        engine = self.engine.config.engine
-        environment = engine_environment(engine, os.environ)
-        return Distributed(Reach(engine.python, "127.0.0.1", 1, "gloo", 64 << 20, 60.0, environment), wake)
+    def transport(self, way: str, wake: Callable[[], None]) -> Transport:
+        """By its name."""
+        if way == "distributed":
+            python = self.engine.config.engine.python
+            return Distributed(Reach(python, "127.0.0.1", 1, "gloo", BUCKET_BYTES, 60.0, self.environment), wake)
+        return Delta(60.0) if way == "delta" else Disk()
 
-    async def run(self, transport: Callable[[Callable[[], None]], Transport], updates: int) -> dict[str, float]:
+    async def run(self, way: str, updates: int) -> dict[str, float]:
         """Medians of one transport."""
         settings = Settings(
             policy=Policy(drain=False),
@@ -110,43 +141,53 @@ class Bench:
             api_key=self.engine.key,
         )
         rows: list[dict[str, float]] = []
-        async with httpx.AsyncClient(trust_env=False) as http:
-            reconciler = Reconciler(self.engine.broker, http, settings, transport)
-            keeper = Keeper("engine-0", self.root / "local", self.engine.broker)
-            tasks = [asyncio.create_task(reconciler.run()), asyncio.create_task(keeper.run())]
-            for _ in range(updates + 2):
+        async with contextlib.AsyncExitStack() as stack:
+            http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+            reconciler = Reconciler(self.engine.broker, http, settings, lambda wake: self.transport(way, wake))
+            bare = {"bare load from disk": self.load_from_disk}
+            if way == "distributed":
+                bare["bare broadcast"] = await asyncio.to_thread(stack.enter_context, self.broadcaster())
+            syncing = asyncio.create_task(reconciler.run())
+            if way == "delta":
+                keeper = asyncio.create_task(Keeper("engine-0", self.root / "local", self.engine.broker).run())
+                stack.callback(keeper.cancel)
+            for _ in range(updates + 1):
                 record = await asyncio.to_thread(self.next_version)
-                if rows:
-                    rows[-1]["bare"] = await asyncio.to_thread(self.bare_load)
-                began = time.perf_counter()
-                await asyncio.to_thread(self.engine.broker.publish, self.epoch, record)
-                while not ((r := self.engine.record()).routable and r.version == record.version):  # noqa: ASYNC110
-                    await asyncio.sleep(0.002)
-                whole, figures = time.perf_counter() - began, reconciler.members["engine-0"].figures
-                rows.append(
-                    {
-                        "transfer": reconciler.totals.last_staging_seconds,
-                        "pause": figures.last_pause_seconds,
-                        "load": figures.last_load_seconds,
-                        "out": figures.last_unroutable_seconds,
-                        "whole": whole,
-                    }
-                )
-            assert figures.verified_exactly >= updates
+                if rows:  # the first version makes groups and copies
+                    found = {name: await asyncio.to_thread(self.bare, load) for name, load in bare.items()}
+                rows.append(await self.update(reconciler, record))
+                if len(rows) > 1:
+                    rows[-1] |= found | {f"pause / {name}": rows[-1]["pause"] / s for name, s in found.items()}
+            assert reconciler.members["engine-0"].figures.verified_exactly == updates + 1
             assert reconciler.transport.fallbacks == 0
             reconciler.stop()
-            await tasks[0]
-            tasks[1].cancel()
-            await asyncio.gather(tasks[1], return_exceptions=True)
-        kept = rows[1:-1]  # the first makes groups and copies
-        medians = {name: round(1000 * statistics.median(r[name] for r in kept), 1) for name in kept[0]}
-        medians["pause / bare"] = round(statistics.median(r["pause"] / r["bare"] for r in kept), 2)
-        return medians
+            await syncing
+        median = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[1]}
+        return {name: round(m, 2) if "/" in name else round(1000 * m, 1) for name, m in median.items()}
+
+    async def update(self, reconciler: Reconciler, record: VersionRecord) -> dict[str, float]:
+        """Publish a version; seconds of what it took."""
+        began, members = time.perf_counter(), reconciler.members
+        await asyncio.to_thread(self.engine.broker.publish, self.epoch, record)
+        await until(lambda: "engine-0" in members and is_confirmed(members["engine-0"].shown, record), 120)
+        figures = members["engine-0"].figures
+        return {
+            "transfer": reconciler.totals.last_staging_seconds,
+            "pause": figures.last_pause_seconds,
+            "load": figures.last_load_seconds,
+            "out": figures.last_unroutable_seconds,
+            "whole": time.perf_counter() - began,
+        }
 
 
-def main(updates: int, hidden: int) -> None:
+def is_confirmed(shown: EngineRecord, record: VersionRecord) -> bool:
+    """Whether the registry shows that an engine serves a version."""
+    return shown.routable and shown.version == record.version
+
+
+def main(updates: str = "8", hidden: str = "512", *ways: str) -> None:
     """Run and print."""
-    tiny = TinyModel(hidden=hidden, expert_hidden=hidden, layers=4, experts=8)
+    tiny = TinyModel(hidden=int(hidden), expert_hidden=int(hidden), layers=4, experts=8)
     with (
         tempfile.TemporaryDirectory() as scratch,
         EmbeddedServer(Path(scratch), append_only=False, password="") as redis,
@@ -156,18 +197,13 @@ def main(updates: int, hidden: int) -> None:
             bench = Bench(engine, Path(scratch) / "weights")
             size = sum(f.stat().st_size for f in engine.folder.glob("*.safetensors"))
             found: dict[str, object] = {"bytes": size}
-            ways: dict[str, Callable[[Callable[[], None]], Transport]] = {
-                "disk": lambda _wake: Disk(),
-                "delta": lambda _wake: Delta(60.0),
-                "distributed": bench.distributed,
-            }
-            for name, way in ways.items():
-                found[name] = asyncio.run(bench.run(way, updates))
+            for way in ways or WAYS:
+                found[way] = asyncio.run(bench.run(way, int(updates)))
+            bench.http.close()
             sys.stdout.write(json.dumps(found, indent=1) + "\n")
         finally:
             stop_engine(engine)
 
 
 if __name__ == "__main__":
-    given = [int(argument) for argument in sys.argv[1:]]
-    main(*given, *(8, 512)[len(given) :])
+    main(*sys.argv[1:])
