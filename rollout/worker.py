@@ -216,7 +216,9 @@ class Worker:
             trajectories = await self._trajectories(prompt, draw, engine.engine_id)
             if len(trajectories) < rollout.min_samples:
                 why = f"{len(trajectories)} of {rollout.samples_per_prompt} samples, {rollout.min_samples} needed"
-                await self._fail(ticket, f"{why}; {draw.last_error or 'no reward'}", draw.tokens, span)
+                # Tokens of episodes that were played to their end are in no slot of the draw.
+                played = 0 if draw.slots else sum(int(t.loss_mask.sum()) for t in trajectories)
+                await self._fail(ticket, f"{why}; {draw.last_error or 'no reward'}", draw.tokens + played, span)
                 return
             group = Group(
                 run=self.config.run.id,

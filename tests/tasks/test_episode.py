@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from broker.queue import Broker
 from broker.types import Group, VersionRun, check_trajectory
 from rollout.client import InvalidAnswer, Sample
-from rollout.environments import Episode, PrefixBroken
+from rollout.environments import Episode, PrefixBroken, Step
 from rollout.tasks import make_task
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
@@ -135,6 +138,47 @@ async def test_guessing_by_halves_wins_within_four_turns(
     engine.answer = answer
     for group in await groups_of("guess-number", run, folder, make_config):
         assert [t.reward for t in group.trajectories] == [1.0, 1.0]
+    run.assert_closed()
+
+
+@dataclass
+class HalfBroken:
+    """Every second environment fails at its first step."""
+
+    inner: Any
+    made: int = 0
+    name: str = "calculator"
+    turns: int = 1
+
+    def prompt(self, index: int) -> Any:
+        return self.inner.prompt(index)
+
+    def reward(self, prompt: Any, response: Any) -> float:
+        return 0.0
+
+    def environment(self, prompt: Any) -> Any:
+        self.made += 1
+        broken = self.made % 2 == 0
+
+        def step(text: str) -> Step:
+            if broken:
+                raise RuntimeError("no answer")
+            return Step(reward=1.0, done=True)
+
+        return SimpleNamespace(reset=lambda: "", step=step)
+
+
+async def test_a_group_that_fails_reports_the_tokens_of_all_its_episodes(
+    run: Run, engine: FakeEngine, tmp_path: Path, make_config: ConfigFactory
+) -> None:
+    settings = {"rollout.min_samples": 2, "rollout.max_new_tokens": 16, "rollout.concurrent_groups": 1}
+    config = make_config(**{"task": {"name": "calculator"}, **settings})
+    engine.answer = lambda _prompt, _rng: [5, 2]
+    worker = make_worker(config, run.broker, tiny_folder(tmp_path), task=HalfBroken(make_task("calculator", 0)))
+    async with working(worker):
+        await until(lambda: run.broker.snapshot().groups.failed >= 2)
+    seen = run.broker.snapshot()
+    assert seen.tokens.failed == 4 * seen.counters["groups_failed"]  # two episodes of two tokens each
     run.assert_closed()
 
 
