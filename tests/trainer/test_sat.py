@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from configs.schema import SatSection
 from tests.trainer.helpers import flat_batch, given, settings, step_loss
-from trainer.losses.catalogue import warnings
+from trainer.losses.catalogue import CATALOGUE, warnings
 from trainer.losses.policy import FUNCTIONS, StepContext
 from trainer.losses.sat import Gate, contraction, measure_gate, one_radius
 from trainer.losses.tokens import Denominators, tokens_of
@@ -295,3 +295,6 @@ def test_settings_that_make_sat_inert_are_warned_about() -> None:
     assert "floor" in warnings(settings("sat-grpo", sat=SatSection(floor=0.1)))[0]
     assert "radii" in warnings(settings("sat-gspo", clip_low=3e-4, clip_high=4e-4))[0]
     assert "micro-batch" in warnings(settings("sat-gspo", sat=SatSection(scope="microbatch")))[0]
+    assert "does not clip" in warnings(settings("tis", clip_high=0.3))[0]
+    assert "no effect on grpo" in warnings(settings("grpo", sat=SatSection(alpha=0.5)))[0]
+    assert not any(warnings(settings(name)) for name in CATALOGUE)

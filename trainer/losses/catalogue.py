@@ -45,6 +45,7 @@ def _entry(function: str, source: str, parameters: dict[str, float] | None = Non
 
 
 DUAL = {"dual_clip": 0.0}
+CLIPPING = ("clipped", "gspo_token", "cispo", "decoupled")  # functions that read the clip radii
 
 CATALOGUE: Mapping[str, LossEntry] = MappingProxyType(
     {
@@ -167,6 +168,11 @@ def loss_settings(config: RunConfig) -> LossSettings:
 def warnings(settings: LossSettings) -> list[str]:
     """Settings that are legal and do not do what one would hope (specs of SAT: docs/losses.md, "Traps")."""
     found = []
+    own = (settings.entry.clip_low, settings.entry.clip_high)
+    if settings.entry.function not in CLIPPING and (settings.clip_low, settings.clip_high) != own:
+        found.append(f"trainer.loss.clip_low and clip_high have no effect: {settings.name} does not clip. Remove them.")
+    if not settings.entry.sat and settings.sat != SatSection():
+        found.append(f"trainer.loss.sat has no effect on {settings.name}. Remove it, or choose sat-grpo or sat-gspo.")
     if settings.entry.sat and settings.sat.floor > 0:
         found.append(
             f"trainer.loss.sat.floor = {settings.sat.floor} keeps the effective radius above log(1 + floor x clip): "
