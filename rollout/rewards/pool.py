@@ -3,7 +3,7 @@
 Invariant: a process has at most one answer at a time, so killing it costs that answer alone; a process that hung,
 crashed, ran out of memory or said nonsense is replaced before the next answer. The clock of an answer starts when a
 process takes it, not while it waits for one. Messages are length-prefixed msgpack: plain data, never pickle. A child
-ends by itself when its standard input closes, so none outlives the worker.
+ends by itself when its standard input closes, so none outlives the worker; its temporary files go with it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import struct
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -111,17 +112,22 @@ class ProcessPool:
                 await asyncio.gather(*(child.gone() for child in self._dying))
 
     async def _start(self) -> _Child:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rollout.rewards.child",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=self._environment,
-            start_new_session=True,
-        )
-        child = _Child(process)
+        scratch = tempfile.TemporaryDirectory(prefix="rewards-", ignore_cleanup_errors=True)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "rollout.rewards.child",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=self._environment | {"TMPDIR": scratch.name},
+                start_new_session=True,
+            )
+        except BaseException:
+            scratch.cleanup()
+            raise
+        child = _Child(process, scratch)
         self._children.add(child)
         try:
             async with asyncio.timeout(START_S):
@@ -145,8 +151,8 @@ class ProcessPool:
 
 
 class _Child:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, scratch: tempfile.TemporaryDirectory[str]) -> None:
+        self._process, self._scratch = process, scratch
 
     async def ask(self, message: bytes) -> dict[str, Any]:
         to, back = self._process.stdin, self._process.stdout
@@ -176,6 +182,7 @@ class _Child:
         transport = getattr(self._process, "_transport", None)
         if transport is not None:  # closes the pipes at once; asyncio reaps the process
             transport.close()
+        self._scratch.cleanup()  # what a killed verifier had no time to remove
 
 
 def child_environment(ours: Mapping[str, str]) -> dict[str, str]:

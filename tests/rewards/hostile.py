@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 
 def score(text: str, _answer: str, _metadata: dict[str, object]) -> float:
     if text == "hang":
+        time.sleep(3600)
+    if text.startswith("litter "):
+        Path(text.removeprefix("litter ")).write_text(tempfile.mkdtemp())
         time.sleep(3600)
     if text == "busy":
         while True:

@@ -60,6 +60,18 @@ async def test_a_verifier_that_hangs_is_killed_and_the_loop_goes_on(judge: PoolJ
     assert await judge.reward(PROMPT, said("0.75")) == 0.75
 
 
+def exists(note: Path) -> bool:
+    """Whether the folder that a note names is there."""
+    return Path(note.read_text()).exists()
+
+
+async def test_the_temporary_files_of_a_verifier_that_is_killed_are_removed(judge: PoolJudge, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with pytest.raises(RewardTimeout):
+        await judge.reward(PROMPT, said(f"litter {note}"))
+    assert not exists(note)
+
+
 async def test_a_cancelled_answer_is_not_given_to_the_next(judge: PoolJudge) -> None:
     assert await judge.reward(PROMPT, said("1")) == 1.0
     hanging = asyncio.create_task(judge.reward(PROMPT, said("hang")))
