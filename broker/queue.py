@@ -8,12 +8,13 @@ BrokerUnavailable.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Literal
 
 from broker import snapshot as view
 from broker.connection import Connection
-from broker.errors import SchemaMismatch
+from broker.errors import BrokerError, SchemaMismatch
 from broker.memory import keep_large_buffers
 from broker.registry import RegistryCalls
 from broker.trainer_calls import TrainerCalls
@@ -96,6 +97,9 @@ class Broker(WorkerCalls, TrainerCalls, RegistryCalls, WatchCalls):
     def set_status(self, status: Literal["starting", "running", "draining", "finished", "stopped"]) -> None:
         """Say where the run is; `draining` stops admission, `finished` and `stopped` tell workers to end."""
         self._call("set_policy", "status", status)
+        if status in ("finished", "stopped"):
+            with contextlib.suppress(BrokerError, OSError):  # housekeeping
+                self._store().end()
 
     def pause_admission(self, paused: bool) -> None:
         """Stop or resume admission; work in flight goes on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import time
@@ -25,6 +26,7 @@ from broker.commands import Buffer, Command, Payload
 from broker.connection import Connection, OutOfMemory
 from broker.errors import BrokerError
 from broker.keys import Keys
+from broker.spares import Spares, in_memory, lock
 from broker.types import Group
 
 STAGED_MS = 600_000
@@ -65,6 +67,10 @@ class PayloadStore(Protocol):
         """Delete what crashed clients left behind; how many."""
         ...
 
+    def end(self) -> None:
+        """The run has ended: give back what only its speed was for."""
+        ...
+
 
 class RedisPayloadStore:
     """One Redis key for each payload, in the run's own slot."""
@@ -96,12 +102,16 @@ class RedisPayloadStore:
         """Nothing: staged keys expire."""
         return 0
 
+    def end(self) -> None:
+        """Nothing is kept."""
+
 
 class FolderPayloadStore:
     """One file for each payload under `folder`: written aside, synced, renamed; read by mapping it.
 
     A file's name holds the group's id and its checksum, so no two contents share a name. The folder is one that all
-    hosts see under the same path; on one host it may lie in memory (/dev/shm).
+    hosts see under the same path; on one host it may lie in memory (/dev/shm), where files of closed groups are written
+    over (broker/spares.py).
     """
 
     def __init__(self, connection: Connection, keys: Keys, folder: Path) -> None:
@@ -115,6 +125,7 @@ class FolderPayloadStore:
                 f"redis.payload_folder: {folder} cannot be made ({error.strerror}). Name a folder that every host "
                 "of the run can write."
             ) from error
+        self._spares = Spares(folder / "spare") if in_memory(folder) else None
 
     def stage(self, group_id: int, payload: Payload) -> Staged:
         """See PayloadStore."""
@@ -135,18 +146,38 @@ class FolderPayloadStore:
         return [None if name is None else self._map(name) for name in self._recorded(group_ids)]
 
     def collect(self) -> int:
-        """See PayloadStore."""
-        names: list[bytes] | None = self._connection.commands([("LPOP", self._keys.named("freed"), 1000)])[0]
-        for name in names or ():
-            (self.folder / name.decode()).unlink(missing_ok=True)
-        return len(names or ())
+        """See PayloadStore. In memory, files are kept to be written over: with them, the run stays within its limit."""
+        freed, stored, most = self._connection.commands(
+            [
+                ("LPOP", self._keys.named("freed"), 1000),
+                ("HGET", self._keys.named("ledger"), "bytes"),
+                ("HGET", self._keys.policy, "max_bytes"),
+            ]
+        )
+        paths = [self.folder / name.decode() for name in freed or ()]
+        if self._spares is None:
+            for path in paths:
+                path.unlink(missing_ok=True)
+            return len(paths)
+        mapped = self._spares.keep(paths, int(most or 0) - int(stored or 0)) if paths else []
+        if mapped:  # their turn comes when the arrays are gone
+            self._connection.commands([("RPUSH", self._keys.named("freed"), *(path.name for path in mapped))])
+        return len(paths) - len(mapped)
+
+    def end(self) -> None:
+        """See PayloadStore; files that are still mapped can be deleted, too."""
+        if self._spares is not None:
+            self._spares.clear()
+            while names := self._connection.commands([("LPOP", self._keys.named("freed"), 1000)])[0]:
+                for name in names:
+                    (self.folder / name.decode()).unlink(missing_ok=True)
 
     def sweep(self) -> int:
         """Files older than ten minutes that no group's record names."""
         before, old = time.time() - STAGED_MS / 1000, []
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):
-                if entry.stat().st_mtime < before:
+                if entry.is_file() and entry.stat().st_mtime < before:
                     old.append(entry.name)
         known = self._recorded([_id_of(name) for name in old])
         gone = [name for name, blob in zip(old, known, strict=True) if blob != name]
@@ -164,9 +195,12 @@ class FolderPayloadStore:
     def _write(self, name: str, payload: Payload) -> None:
         aside = self.folder / f".{name}.{uuid.uuid4().hex[:8]}"
         try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+            descriptor = self._spares.take(aside) if self._spares else None
+            if descriptor is None:
+                descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
             try:
                 _write_all(descriptor, payload.parts)
+                os.ftruncate(descriptor, payload.size)  # one that is written over may have been longer
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -174,17 +208,22 @@ class FolderPayloadStore:
         except OSError as error:
             aside.unlink(missing_ok=True)
             if error.errno in _FULL:
+                if self._spares:
+                    self._spares.clear()
                 raise OutOfMemory(f"redis.payload_folder: {self.folder} is full") from error
             raise BrokerError(f"redis.payload_folder: {self.folder} cannot be written ({error.strerror}).") from error
 
     def _map(self, name: str) -> memoryview | None:
+        path = self.folder / name
         try:
-            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         try:
-            populate = getattr(mmap, "MAP_POPULATE", 0)
-            return memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | populate, prot=mmap.PROT_READ))
+            # Pages are mapped as the checksum comes to them, some at a time; with MAP_POPULATE, each by itself.
+            if self._spares is None or (lock(descriptor, fcntl.LOCK_SH) and _is_named(descriptor, path)):
+                return memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+            return None
         except ValueError:  # an empty file
             return memoryview(b"")
         finally:
@@ -199,6 +238,14 @@ def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
             done -= len(left.pop(0))
         if left and done:
             left[0] = left[0][done:]
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one that has the name now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _id_of(name: str) -> str:

@@ -224,7 +224,7 @@ class Compared(RuleBasedStateMachine):
     def files(self) -> list[Path]:
         """Payloads in the folder, if this schedule uses it."""
         folder = self.folder / RUN
-        return list(folder.iterdir()) if folder.is_dir() else []
+        return [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
 
 
 def decoded(item: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from hypothesis.stateful import precondition, rule
 from broker import scripts
 from broker.queue import Broker
 from broker.server import EmbeddedServer
+from broker.spares import in_memory
 from broker.types import Refused
 from tests.broker.commands import Commands
 from tests.broker.helpers import finished
@@ -173,16 +175,18 @@ class Protocol(Commands):
 
 @contextmanager
 def on(server: EmbeddedServer, folder: Path) -> Iterator[type[Protocol]]:
-    """The machine on a server, with all transitions loaded."""
-    Protocol.broker = Broker.connect(server.url, RUN, timeout_s=30)
-    Protocol.folder = folder
-    Protocol.reached = Counter()
-    for name in scripts.names():
-        Protocol.broker._connection.client.script_load(scripts.script(name))
-    try:
-        yield Protocol
-    finally:
-        Protocol.broker.close()
+    """The machine on a server, with all transitions loaded; payloads in memory, if there is a folder in memory."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if in_memory(memory) else folder) as payloads:
+        Protocol.broker = Broker.connect(server.url, RUN, timeout_s=30)
+        Protocol.folder = Path(payloads)
+        Protocol.reached = Counter()
+        for name in scripts.names():
+            Protocol.broker._connection.client.script_load(scripts.script(name))
+        try:
+            yield Protocol
+        finally:
+            Protocol.broker.close()
 
 
 def schedules(count: int, *phases: Phase) -> settings:

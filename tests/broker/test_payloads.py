@@ -18,6 +18,12 @@ FOLDER = {"redis.payloads": "folder"}
 PLACES = [{}, FOLDER, {"redis.compression": "zstd"}, {**FOLDER, "redis.compression": "zstd"}]
 
 
+@pytest.fixture(autouse=True)
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever tests keep their files: in memory, some stay to be written over (test_spares.py)."""
+    monkeypatch.setattr("broker.store.in_memory", lambda folder: False)
+
+
 def begin(broker: Broker, make_config: ConfigFactory, folder: Path, place: dict[str, str]) -> Run:
     broker.initialise(make_config(**{"redis.payload_folder": str(folder), **place}))
     return Run(broker).start()
