@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._file, self._offset = -1, 0  # its inode, and how far it was read
         self._by_step: dict[int, Record] = {}
 
     def series(self, key: str) -> list[float]:
@@ -72,9 +73,12 @@ class MetricsTail:
         return series_of((self._by_step[step] for step in sorted(self._by_step)), key)
 
     def read(self) -> None:
-        """Take in what was appended since the last call."""
+        """Take in what was appended since the last call, or all of the file that a resumed trainer put in its place."""
         try:
             with self._path.open("rb") as file:
+                here = os.fstat(file.fileno())
+                if here.st_ino != self._file or here.st_size < self._offset:
+                    self._file, self._offset, self._by_step = here.st_ino, 0, {}
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:

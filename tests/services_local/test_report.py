@@ -126,6 +126,28 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -
     assert tail.series("reward_mean") == [0.25, 0.25]
 
 
+def test_the_live_view_follows_a_trainer_that_resumed_and_trained_steps_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+
+    def line(step: int, reward: float) -> str:
+        return json.dumps({"step": step, "reward_mean": reward, "step_s": 1.0}) + "\n"
+
+    path.write_text("".join(line(step, 0.1) for step in (1, 2, 3, 4)))
+    tail = MetricsTail(path)
+    tail.read()
+    aside = tmp_path / "metrics.tmp"
+    aside.write_text("".join(line(step, 0.1) for step in (1, 2)))
+    aside.replace(path)  # as trainer/metrics.py does: the checkpoint is of step 2
+    with path.open("a") as file:
+        file.write(line(3, 0.9))
+    tail.read()
+    assert (tail.series("step"), tail.series("reward_mean")) == ([1, 2, 3], [0.1, 0.1, 0.9])
+    with path.open("a") as file:
+        file.write(line(4, 0.8))
+    tail.read()
+    assert tail.series("reward_mean") == [0.1, 0.1, 0.9, 0.8]
+
+
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=30))
 def test_charts_never_contain_a_number_that_is_none(values: list[float]) -> None:
     points = tuple((float(i), v) for i, v in enumerate(values))
