@@ -253,7 +253,7 @@ def main() -> None:
                     "8 KB broker, 16 groups of 16": through_broker(server, GROUPED, 4 * small),
                 }
             )
-    shutil.rmtree(options.folder, ignore_errors=True)
+    shutil.rmtree(options.folder / RUN, ignore_errors=True)
     medians = {
         way: {unit: statistics.median(r[way][unit] for r in rounds) for unit in ("rate", "cpu_ms")} for way in rounds[0]
     }

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from broker import store
 from broker.queue import Broker
-from broker.spares import Spares, in_memory
+from broker.spares import Spares, in_memory, lock
 from broker.store import FolderPayloadStore
 from broker.types import Group, Ticket
 from tests.broker.helpers import Run, finished
@@ -85,14 +84,13 @@ def test_a_file_is_written_over_once_its_arrays_are_gone_and_not_before(run: Run
 
 def late(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> None:
     """What happens between a reader's opening of a file and its lock."""
-    lock = store.lock
 
     def slow(*arguments: Any) -> bool:
         monkeypatch.undo()
         meanwhile()
         return lock(*arguments)
 
-    monkeypatch.setattr(store, "lock", slow)
+    monkeypatch.setattr("broker.store.lock", slow)
 
 
 def test_a_reader_that_is_late_finds_nothing_rather_than_the_next_group(
@@ -116,12 +114,14 @@ def test_a_reader_finds_nothing_in_a_file_that_is_being_written_over(
     first, _ = submit(run, 900), submit(run, 900)
     place = run.broker._store()
     assert isinstance(place, FolderPayloadStore)
+    kept = place._spares
+    assert kept is not None
     taken: list[int] = []
 
     def half_written() -> None:
         close(run)
         for i in range(2):
-            descriptor = place._spares and place._spares.take(folder / RUN / f".aside{i}")
+            descriptor = kept.take(folder / RUN / f".aside{i}")
             assert descriptor is not None
             taken.append(descriptor)
 
@@ -136,7 +136,7 @@ def test_a_spare_is_taken_by_one_writer_and_not_while_a_late_reader_holds_it(fol
     path.write_bytes(b"bytes")
     assert kept.keep([path], 5) == []
     with (folder / "spare" / path.name).open("rb") as reader:
-        assert store.lock(reader.fileno(), fcntl.LOCK_SH)
+        assert lock(reader.fileno(), fcntl.LOCK_SH)
         assert kept.take(folder / "aside") is None
     taken = kept.take(folder / "aside")
     assert taken is not None
