@@ -50,6 +50,7 @@ T = TypeVar("T")
 LOOK_S = 1.0
 ALIVE_S = 30.0  # an evaluator that has not been heard of for so long is gone
 BEAT_S = 5.0
+LAST_TRIES = 3  # for the last version of a run that has ended
 
 
 class Published(Protocol):
@@ -150,7 +151,7 @@ class Evaluator:
             await judge.close()
 
     async def run(self, stop: asyncio.Event, engines: Engines) -> None:
-        """Until the run has ended and its last version is evaluated, or `stop`."""
+        """Until the run has ended and its last version is evaluated, or cannot be, or `stop`."""
         heart = asyncio.create_task(self._beat())
         try:
             await self._follow(stop, engines)
@@ -159,6 +160,7 @@ class Evaluator:
 
     async def _follow(self, stop: asyncio.Event, engines: Engines) -> None:
         last: int | None = None
+        failures = 0
         while not stop.is_set():
             try:
                 asked = await self._ask(partial(self._broker.evaluator, ALIVE_S))
@@ -168,6 +170,9 @@ class Evaluator:
                     await self._ask(partial(self._broker.evaluator, ALIVE_S, begins=True))
                     if await _unless(stop, self._evaluate(newest, engines)):
                         last = newest.step
+                    elif ended and (failures := failures + 1) >= LAST_TRIES:
+                        LOG.error("the last version is not evaluated", version=newest.version, tries=failures)
+                        return
                 elif ended:
                     return
             except (BrokerError, TimeoutError) as error:

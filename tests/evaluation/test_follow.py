@@ -12,6 +12,7 @@ from broker.queue import Broker
 from broker.types import VersionRecord
 from rollout.client import EngineClient
 from rollout.engines import EnginePool
+from rollout.evaluation import follow
 from rollout.evaluation.best import hold, keep_best
 from rollout.evaluation.follow import Evaluator, due
 from rollout.evaluation.served import OwnEngine, SharedEngines
@@ -123,6 +124,30 @@ async def test_an_evaluation_ends_when_it_is_told_to(
     async with EngineClient("http://127.0.0.1:1", CHECKPOINT, api_key=None, timeout_s=1) as client:
         await asyncio.wait_for(Evaluator(config, broker).run(stop, OwnEngine(client, load)), 20)
     assert not (config.run.folder / "metrics.jsonl").exists()
+
+
+async def test_a_last_version_that_cannot_be_loaded_does_not_keep_the_evaluator_for_good(
+    broker: Broker, make_config: ConfigFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "LOOK_S", 0.01)
+    folder = tiny_folder(tmp_path)
+    config = make_config(**{"model": {"path": folder}, "evaluation": {"tasks": [{"name": "max-digit"}]}})
+    config.run.folder.mkdir(parents=True)
+    broker.publish(Run(broker).start().epoch, VersionRecord(0, 0, str(tmp_path / "gone"), "x"))
+    broker.set_status("finished")
+    tried: list[Path] = []
+
+    def gone(source: Path, target: Path) -> None:
+        tried.append(source)
+        raise FileNotFoundError(source)
+
+    async def load(_place: Path, _number: int) -> None:
+        raise AssertionError("there is nothing to load")
+
+    monkeypatch.setattr(follow, "hold", gone)
+    async with EngineClient("http://127.0.0.1:1", CHECKPOINT, api_key=None, timeout_s=1) as client:
+        await asyncio.wait_for(Evaluator(config, broker).run(asyncio.Event(), OwnEngine(client, load)), 30)
+    assert len(tried) == follow.LAST_TRIES
 
 
 async def test_an_evaluation_that_was_asked_for_is_done_though_none_is_due(
