@@ -35,6 +35,8 @@ _LATER = (
 
 # Of Redis 7.0 and of 7.2: there an error inside a script has no class of its own.
 _DENIED_IN_A_SCRIPT = ("The user executing the script", "ACL failure in script")
+# A primary that was cut off from its replicas, and a server whose disk is full, take no writes.
+_NO_WRITES = ("NOREPLICAS", "MISCONF")
 
 
 class OutOfMemory(BrokerError):
@@ -164,9 +166,13 @@ class Connection:
             except redis.exceptions.OutOfMemoryError as error:
                 raise OutOfMemory(f"Redis at {self.url} is at its memory limit ({error})") from error
             except redis.exceptions.ResponseError as error:
-                if str(error).startswith("NOREPLICAS") and time.monotonic() + pause < end:
-                    time.sleep(pause)  # a primary that was cut off from its replicas takes no writes
-                    continue
+                if str(error).startswith(_NO_WRITES):
+                    if time.monotonic() + pause < end:
+                        time.sleep(pause)
+                        continue
+                    raise BrokerUnavailable(
+                        f"Redis at {self.url} takes no writes ({error}). Is its disk full? Make room: all goes on then."
+                    ) from error
                 if isinstance(error, redis.exceptions.NoPermissionError) or str(error).startswith(_DENIED_IN_A_SCRIPT):
                     raise NotAllowed(
                         f"Redis at {self.url} does not let user {self._user or 'default'} do this ({error}). A process "
