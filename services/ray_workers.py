@@ -57,6 +57,15 @@ def due(wanted: int, seen: Mapping[int, Seen], now_s: float) -> tuple[list[int],
     return start, [i for i, entry in seen.items() if entry.running and i >= wanted]
 
 
+def wanted_now(read: Callable[[Path], RunConfig], file: Path, before: int) -> int:
+    """rollout.workers as the file says now; `before` if the file cannot be used, for a slip in it must end no worker."""
+    try:
+        return read(file).rollout.workers
+    except ConfigError as error:
+        log.error("the file is not taken", problem=str(error))
+        return before
+
+
 class Pool:
     """The workers of one run."""
 
@@ -149,7 +158,7 @@ def run(file: Path, *, module: str = MODULE, read: Callable[[Path], RunConfig] =
         while not set(noted) & {signal.SIGTERM, signal.SIGINT}:
             if noted:
                 noted.clear()
-                wanted = read(file).rollout.workers
+                wanted = wanted_now(read, file, wanted)
                 log.info("rollout pool", wanted=wanted)
             pool.tend(wanted)
             if all(i in pool.seen and pool.seen[i].done for i in range(wanted)):

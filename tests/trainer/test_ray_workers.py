@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import save_config
-from services.ray_workers import Seen, due
+from configs.load import load_config, save_config
+from services.ray_workers import Seen, due, wanted_now
 from tests.conftest import ConfigFactory
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,14 @@ def test_a_worker_that_failed_waits_longer_each_time_and_one_that_ended_well_sta
     assert due(1, {0: Seen(False, failures=3, ended_s=10.0)}, 13.0) == ([], [])
     assert due(1, {0: Seen(False, failures=30, ended_s=10.0)}, 25.0) == ([0], [])
     assert due(1, {0: Seen(False, done=True)}, 99.0) == ([], [])
+
+
+def test_a_slip_in_the_file_that_is_read_again_ends_no_worker(make_config: ConfigFactory, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    save_config(make_config(**{"rollout.workers": 3}), file)
+    assert wanted_now(load_config, file, 2) == 3
+    file.write_text(file.read_text().replace("workers: 3", "wrokers: 4"))
+    assert wanted_now(load_config, file, 3) == 3
 
 
 @pytest.mark.soak
