@@ -58,7 +58,7 @@ def due(wanted: int, seen: Mapping[int, Seen], now_s: float) -> tuple[list[int],
 
 
 def wanted_now(read: Callable[[Path], RunConfig], file: Path, before: int) -> int:
-    """rollout.workers as the file says now; `before` if the file cannot be used, for a slip in it must end no worker."""
+    """rollout.workers as the file says now; `before` if it cannot be used: a slip in it is to end no worker."""
     try:
         return read(file).rollout.workers
     except ConfigError as error:
