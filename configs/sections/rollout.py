@@ -67,7 +67,9 @@ class RolloutSection(Section):
     temperature: float = Field(
         1.0, gt=0, le=10, description="Sampling temperature; the trainer divides its logits by the same number."
     )
-    max_new_tokens: Positive = Field(..., description="Longest response, in tokens.")
+    max_new_tokens: Positive = Field(
+        ..., description="Longest response, in tokens: of an environment all turns together, of an agent one call."
+    )
     generation_timeout_s: Seconds = Field(60.0, description="Longest wait for one answer of an engine, in seconds.")
     part_tokens: int = Field(
         2048,
@@ -96,7 +98,9 @@ class RolloutSection(Section):
     lease_s: Seconds = Field(
         30.0, description="A worker that does not renew a group's lease for this long, in seconds, loses it."
     )
-    reward_timeout_s: Seconds = Field(10.0, description="Longest time for the reward of one sample, in seconds.")
+    reward_timeout_s: Seconds = Field(
+        10.0, description="Longest time for the reward of one sample, or one step of an environment, in seconds."
+    )
     reward_processes: Positive = Field(2, description="Processes of one worker in which rewards that may hang run.")
     reward_memory_mb: Positive = Field(2048, description="Address space of one such process, in MiB.")
 

@@ -116,7 +116,8 @@ class LagSection(Section):
     )
     straggler_wait_s: Seconds = Field(
         120.0,
-        description="Longest time, in seconds, that the trainer holds a step for groups that would go stale by it.",
+        description="Longest time, in seconds, that the trainer holds a step for groups that would go stale by it, and "
+        "that a worker waits for an engine before it hands a group back.",
     )
     adaptive: AdaptiveLagSection | None = Field(
         None, description="Moves the bound between two limits while the run goes on; null: it stays."
