@@ -242,10 +242,3 @@ def check_traces(traces: Sequence[Any], shape: RouteShape) -> np.ndarray[Any, An
     if len({trace.shape[1:] for trace in traces}) == 1:
         return check_routes(np.concatenate(traces), shape)
     return np.concatenate([check_routes(trace, shape) for trace in traces])
-
-
-def padding_share(micro_batches: Sequence[MicroBatch]) -> float:
-    """Share of all positions that are padding, in [0, 1]."""
-    total = sum(m.tokens for m in micro_batches)
-    padding = sum(int((m.sequence_index < 0).sum()) for m in micro_batches)
-    return padding / total if total else 0.0

@@ -88,29 +88,6 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OneRank:
-    """`Ranks` of a trainer that is one process."""
-
-    rank: int = 0
-    data_rank: int = 0
-    data_size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    is_main: bool = True
-
-    def sum_over_data(self, values: Tensor) -> Tensor:
-        """`values`, unchanged."""
-        return values
-
-    def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """`payload`, which must be given."""
-        assert payload is not None
-        return payload
-
-    def barrier(self) -> None:
-        """Returns at once."""
-
-
-@dataclass(frozen=True, slots=True)
 class SavedState:
     """The part of a checkpoint that is not tensors. version: of the saved weights. consumed: ids of groups whose effect
     is in the weights and whose commit is not yet recorded. extra: anything else that JSON can hold."""

@@ -22,9 +22,9 @@ from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
 from tests.rollout.helpers import ENGINE, make_worker, ready, serving, tiny_folder, until, working
 from tests.traces.helpers import Collector, Memory, collector
+from tests.trainer.helpers import OneRank
 from tests.trainer.sim import BigramPolicy, MemoryCheckpoints
 from trainer.loop import Trainer
-from trainer.ports import OneRank
 
 WORKER = ["admit", "generate", "generate", "reward", "submit"]
 TRAINER = ["fetch", "queue", "step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
@@ -126,3 +127,33 @@ def step_loss(
         total += float(loss.detach())
         reports.append(report)
     return total, gradients, reports
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """`Ranks` of a trainer that is one process."""
+
+    rank: int = 0
+    data_rank: int = 0
+    data_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_main: bool = True
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """`values`, unchanged."""
+        return values
+
+    def broadcast_bytes(self, payload: bytes | None) -> bytes:
+        """`payload`, which must be given."""
+        assert payload is not None
+        return payload
+
+    def barrier(self) -> None:
+        """Returns at once."""
+
+
+def padding_share(micro_batches: Sequence[MicroBatch]) -> float:
+    """Share of all positions that are padding, in [0, 1]."""
+    total = sum(m.tokens for m in micro_batches)
+    padding = sum(int((m.sequence_index < 0).sum()) for m in micro_batches)
+    return padding / total if total else 0.0

@@ -18,10 +18,11 @@ from torch import Tensor
 from broker.queue import Broker
 from broker.types import EngineRecord, EngineState, Group, PromptCursor, Refused, Ticket, Trajectory, VersionRun
 from configs.schema import RunConfig
+from tests.trainer.helpers import OneRank
 from trainer.batch import MicroBatch
 from trainer.loop import Trainer
 from trainer.metrics import JsonLines
-from trainer.ports import LossFunction, OneRank, SavedState
+from trainer.ports import LossFunction, SavedState
 
 VOCABULARY = 8
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.trainer.helpers import given, group, settings, trajectory
+from tests.trainer.helpers import OneRank, given, group, settings, trajectory
 from trainer.advantages import all_equal, group_advantages
 from trainer.data import is_filtered, samples_of
-from trainer.ports import OneRank
 
 NAMES = ("grpo", "dr-grpo", "rloo", "reinforce++")
 names = st.sampled_from(NAMES)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from tests.trainer.helpers import given, packed, sample, trajectory
-from trainer.batch import RouteShape, balance, check_routes, first_fit, padding_share, plan, spread_routes
+from tests.trainer.helpers import given, packed, padding_share, sample, trajectory
+from trainer.batch import RouteShape, balance, check_routes, first_fit, plan, spread_routes
 
 
 def test_each_position_predicts_the_next_token_of_its_own_sequence() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -163,10 +162,3 @@ def _from_last_stage(reports: list[Report], count: int, device: torch.device) ->
         index, name = key.split("/", 1)
         result[int(index)][name] = value
     return result
-
-
-def all_ranks_sum(values: Tensor) -> Tensor:
-    """Sum of a tensor over all ranks, in place."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values)
-    return values
