@@ -1,6 +1,6 @@
 #!/bin/sh
-# Exit code 0 if Redis answers and is not loading its append-only file. Where it has users, `check` may ask without a
-# password, and nothing but this.
+# Exit code 0 if Redis answers and is not loading its append-only file. MISCONF: its disk is full; it answers what reads, and
+# to start it again would not help. Where it has users, `check` may ask without a password, and nothing but this.
 set -eu
 if [ -n "${REDIS_USERS_FILE:-}" ]; then
   set -- --user check
@@ -12,4 +12,7 @@ export REDISCLI_AUTH
 if [ -n "${REDIS_TLS_FOLDER:-}" ]; then
   set -- "$@" --tls --cacert "$REDIS_TLS_FOLDER/ca.crt"
 fi
-[ "$(redis-cli "$@" ping)" = PONG ]
+case "$(redis-cli "$@" ping)" in
+  PONG | MISCONF*) ;;
+  *) exit 1 ;;
+esac

@@ -110,6 +110,17 @@ def test_its_health_check_fails_with_a_wrong_password(
         return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=20).returncode
 
     assert healthy() == 0
+    (tmp_path / client.config_get("dbfilename")["dbfilename"] / "in the way").mkdir(parents=True)
+    client.config_set("save", "3600 1")
+    client.bgsave()
+    end = time.monotonic() + 20
+    while client.info("persistence")["rdb_last_bgsave_status"] != "err":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    with pytest.raises(redis.ResponseError, match="MISCONF"):  # as with a full disk
+        client.ping()
+    assert healthy() == 0
+    client.config_set("save", "")  # else it refuses to end
     (tmp_path / "password").write_text("another", encoding="utf-8")
     assert healthy() != 0
 
