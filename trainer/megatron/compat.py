@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-MEGATRON_VERSION = "0.19.2"
 _CPU = torch.device("cpu")
 _FACTORIES = (
     "arange",
