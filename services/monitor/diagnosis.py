@@ -185,7 +185,7 @@ def _sync_bound(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> F
         return Finding(
             verdict=Verdict.SYNC_BOUND,
             because=f"no engine is routable ({states})",
-            change="see weight-sync's GET /v1/engines for the reason",
+            change="the reason is at each engine, in GET /v1/engines",
         )
     behind, allowed = f["engine_behind_published_max"], bands.behind_published_intervals * now.publish_interval
     if behind is not None and behind >= allowed:
