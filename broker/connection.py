@@ -136,7 +136,7 @@ class Connection:
         try:
             return self._idle.pop()
         except IndexError:
-            return cast(redis.Connection, self.client.connection_pool.get_connection())
+            return self.client.connection_pool.get_connection()
 
     def _put_back(self) -> None:
         """Disconnect what no thread uses now; the pool connects it again."""
