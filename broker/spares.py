@@ -50,11 +50,12 @@ class Spares:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._seen: list[Path] = []
         folder.mkdir(exist_ok=True)
 
     def take(self, path: Path) -> int | None:
         """One of them under a new name, open for writing and locked until it is closed; None if there is none."""
-        for spare in self.folder.iterdir():
+        for spare in self._found():
             try:
                 descriptor = os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
             except OSError:  # another writer has it, or it is of another user
@@ -68,6 +69,15 @@ class Spares:
                 pass
             os.close(descriptor)
         return None
+
+    def _found(self) -> Iterator[Path]:
+        """Those that were there when the folder was last read, which may be many; then those that are there now."""
+        for again in (False, True):
+            if again:
+                self._seen = list(self.folder.iterdir())
+            with contextlib.suppress(IndexError):
+                while True:
+                    yield self._seen.pop()
 
     def keep(self, paths: Sequence[Path], most: int) -> list[Path]:
         """Keep files of closed groups, delete those beyond `most` bytes in all; returns those that are still mapped."""

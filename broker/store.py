@@ -120,12 +120,12 @@ class FolderPayloadStore:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._spares = Spares(folder / "spare") if in_memory(folder) else None
         except OSError as error:
             raise BrokerError(
                 f"redis.payload_folder: {folder} cannot be made ({error.strerror}). Name a folder that every host "
                 "of the run can write."
             ) from error
-        self._spares = Spares(folder / "spare") if in_memory(folder) else None
 
     def stage(self, group_id: int, payload: Payload) -> Staged:
         """See PayloadStore."""
