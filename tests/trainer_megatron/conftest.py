@@ -96,5 +96,13 @@ def single(reference: Path, ranks: Runner, tmp_path_factory: pytest.TempPathFact
         ["gradients", "gradients-2", routed],
         ["step", "step-2", {}],
         ["save", "saved-2", {"root": str(folder / "checkpoints"), "step": 2}],
+        ["save_late", "saved-late", {"root": str(folder / "late"), "step": 2}],
+        ["gradients", "gradients-4", routed],
+        ["step", "step-4", {}],
+        ["load", "loaded-late", {"root": str(folder / "late")}],
+        ["gradients", "gradients-again", routed],
+        ["step", "step-3-again", {}],
+        ["gradients", "gradients-again", routed],
+        ["step", "step-4-again", {}],
     ]
     return ranks(({}, do)), folder

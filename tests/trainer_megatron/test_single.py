@@ -121,6 +121,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert different(resumed["step-2"], results["step-2"]) == []
 
 
+def test_a_checkpoint_that_is_written_after_the_next_step_holds_what_was_true_when_it_was_staged(
+    single: Single,
+) -> None:
+    results = single[0]
+    assert different(part(results["loaded-late"], "model."), part(results["step-2"], "model.")) == []
+    assert different(results["step-4-again"], results["step-4"]) == []
+
+
 def test_a_torn_checkpoint_is_passed_over(single: Single, tmp_path: Path) -> None:
     root = shutil.copytree(single[1] / "checkpoints", tmp_path / "checkpoints")
     tensors = next((root / "step-00000002").glob("*.distcp"))

@@ -190,6 +190,15 @@ def save(policy: PolicyModel, root: str, step: int, keep: int = 2) -> Named:
     return {"seconds": torch.tensor(time.perf_counter() - began)}
 
 
+def save_late(policy: PolicyModel, root: str, step: int) -> Named:
+    """Stage a checkpoint, take the next step, and write what was staged only then."""
+    write = stage_checkpoint(policy, Path(root), TrainingState(step, step, (), 0, "hash"), keep=2)
+    gradients(policy, with_routes=True)
+    policy.optimizer_step(1e-2)
+    write()
+    return {}
+
+
 def load(policy: PolicyModel, root: str) -> Named:
     """Load the newest complete checkpoint."""
     folder = latest_on_all(policy.parallel, Path(root))
@@ -277,6 +286,7 @@ DO: dict[str, Callable[..., Named]] = {
         export,
         beside,
         save,
+        save_late,
         load,
         noise,
         refuse_routes,

@@ -12,6 +12,7 @@ layout reads it again, and megatron's `fully_reshardable` form would gather it o
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def stage_tensors(policy: PolicyModel) -> StagedTensors:
         for entry in of_name:
             if isinstance(entry, ShardedTensor) and entry.data is not None:
                 entry.data = entry.data.detach().to("cpu", copy=True)
+            elif isinstance(entry, ShardedObject):
+                entry.data = copy.deepcopy(entry.data)  # among it Adam's step, which the next step adds to in place
     own = _generators(policy.parallel.device)
     if policy.config.trainer.distributed_optimizer:
         own |= {
