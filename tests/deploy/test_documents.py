@@ -36,6 +36,17 @@ def test_its_links_and_the_files_that_it_names_exist(page: Path) -> None:
             assert not test or f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{name}::{test}"
 
 
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen, ahead = set[Path](), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        if page.suffix == ".md" and page not in seen:
+            seen.add(page)
+            links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+            ahead += [(page.parent / link).resolve() for link in links]
+    assert set(PAGES) - seen == set()
+
+
 def test_every_overlay_is_described() -> None:
     text = (ROOT / "docs/deploy/kubernetes.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([\w-]+)` \|", text, flags=re.MULTILINE)) == set(OVERLAYS)
