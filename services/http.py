@@ -33,6 +33,7 @@ from configs.secrets import API_TOKEN, read_secret
 
 log = structlog.get_logger()
 BEARER = HTTPBearer(auto_error=False, description="LAGRANGE_API_TOKEN")
+OPEN_API = "LAGRANGE_ALLOW_OPEN_API"
 MAX_BODY_BYTES = 64 << 10
 HEADERS = {
     "content-security-policy": (
@@ -110,9 +111,18 @@ def _anyone() -> None:
     """Says in the OpenAPI document, too, that no token is needed."""
 
 
+def switched_on(name: str, environment: Mapping[str, str]) -> bool:
+    """Whether a variable that guards something is set to 1; unset, empty or 0: no. Raises ConfigError for other words,
+    which somebody may mean as yes."""
+    text = environment.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{name} is {text!r}. Set it to 1, or leave it unset.")
+    return text == "1"
+
+
 def refuse_open_service(host: str, token: str | None, environment: Mapping[str, str]) -> None:
     """Raise OpenServiceError if `host` is reachable from elsewhere, no token is set, and that was not asked for."""
-    if token is not None or environment.get("LAGRANGE_ALLOW_OPEN_API") == "1" or is_loopback(host):
+    if token is not None or is_loopback(host) or switched_on(OPEN_API, environment):
         return
     raise OpenServiceError(
         f"The service would listen on {host} for everyone. Set LAGRANGE_API_TOKEN (or LAGRANGE_API_TOKEN_FILE), listen "

@@ -7,6 +7,7 @@ run.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import structlog
 from fastapi import FastAPI
@@ -16,13 +17,14 @@ from broker.logs import configure_logs
 from broker.queue import Broker
 from configs.load import ConfigError
 from configs.schema import RunConfig
-from configs.secrets import REDIS_PASSWORD, read_secret
-from services.http import run_service
+from configs.secrets import API_TOKEN, REDIS_PASSWORD, read_secret
+from services.http import OPEN_API, run_service, switched_on
 from services.monitor.app import create_app
 from services.monitor.source import Source
 
 log = structlog.get_logger()
 REDIS_TIMEOUT_S = 2.0  # a page that waits longer is no use to anyone
+PROTECT_READS = "LAGRANGE_API_PROTECT_READS"
 
 
 def run(config: RunConfig) -> int:
@@ -33,6 +35,8 @@ def run(config: RunConfig) -> int:
         return 2
     try:
         password = read_secret(REDIS_PASSWORD)
+        reads_are_guarded = reads_need_token(read_secret(API_TOKEN), os.environ)
+        open_to_all = switched_on(OPEN_API, os.environ)
     except ConfigError as error:
         log.error("cannot start", problem=str(error))
         return 2
@@ -44,16 +48,25 @@ def run(config: RunConfig) -> int:
         return 4
 
     def build(token: str | None) -> FastAPI:
-        needed = os.environ.get("LAGRANGE_API_PROTECT_READS") == "1"
         return create_app(
             Source(broker),
             steer=broker,
             token=token,
-            read_token=token if needed else None,
-            open_to_all=token is None and os.environ.get("LAGRANGE_ALLOW_OPEN_API") == "1",
+            read_token=token if reads_are_guarded else None,
+            open_to_all=token is None and open_to_all,
             adaptive=config.lag.adaptive,
             folder=config.run.folder,
             closing=broker.close,
         )
 
     return run_service("monitor", config.monitor, build)
+
+
+def reads_need_token(token: str | None, environment: Mapping[str, str]) -> bool:
+    """Whether reading needs the token, too. Raises ConfigError if it was asked for and there is none."""
+    asked = switched_on(PROTECT_READS, environment)
+    if asked and token is None:
+        raise ConfigError(
+            f"{PROTECT_READS} is set, but no token is. Set LAGRANGE_API_TOKEN (or LAGRANGE_API_TOKEN_FILE)."
+        )
+    return asked

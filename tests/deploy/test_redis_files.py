@@ -110,7 +110,7 @@ def test_its_health_check_fails_with_a_wrong_password(
         return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=20).returncode
 
     assert healthy() == 0
-    (tmp_path / client.config_get("dbfilename")["dbfilename"] / "in the way").mkdir(parents=True)
+    (tmp_path / str(client.config_get("dbfilename")["dbfilename"]) / "in the way").mkdir(parents=True)
     client.config_set("save", "3600 1")
     client.bgsave()
     end = time.monotonic() + 20

@@ -113,7 +113,7 @@ def test_the_page_follows_the_run_and_survives_a_restart_of_the_monitor(
     shown.wait("document.getElementById('headline').textContent === 'The monitor does not answer.'")
     assert str(shown.page.title()).startswith("no answer")
     said = shown.text("age")
-    assert said.startswith("no answer since ")  # and no count of seconds, which a screen reader would read out each second
+    assert said.startswith("no answer since ")  # no count of seconds, for screen readers
     run.broker.steer("resume", why="by test")
     monitor.start()
     shown.wait("document.getElementById('age').textContent === 'live'")
