@@ -17,6 +17,7 @@ import pytest
 
 from broker.types import EngineRecord, EngineState
 from configs import save_config
+from configs.schema import RunConfig
 from services.weight_sync import lifecycle as lc
 from services.weight_sync.app import create_app
 from services.weight_sync.engine_client import Timeouts
@@ -121,15 +122,15 @@ def process(file: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["abort", "drain"])
+@pytest.mark.parametrize(("transport", "mode"), [("disk", "abort"), ("disk", "drain"), ("distributed", "drain")])
 def test_killed_in_the_middle_of_an_update_and_started_again_it_continues_and_loads(
-    w: World, tmp_path: Path, mode: str
+    w: World, tmp_path: Path, transport: str, mode: str
 ) -> None:
     port, file, log = free_port(), tmp_path / "config.yaml", tmp_path / "log"
-    settings = config(w.url, tmp_path, pause=mode, update_timeout_s=30)
-    save_config(
-        settings.model_copy(update={"weight_sync": settings.weight_sync.model_copy(update={"port": port})}), file
-    )
+    tree = config(w.url, tmp_path, transport=transport, pause=mode, update_timeout_s=30).model_dump()
+    tree["weight_sync"]["port"] = port
+    tree["engine"]["python"] = tmp_path / "none"  # without a sender a broadcast is a load, in the pause that it needs
+    save_config(RunConfig.model_validate(tree), file)
     engine = w.add_engine("e0")
     first = w.publish()
     with process(file, log) as child:
@@ -139,9 +140,10 @@ def test_killed_in_the_middle_of_an_update_and_started_again_it_continues_and_lo
         wait_for(lambda: len(engine.calls("/update_weights_from_disk")) == 2)
         child.send_signal(signal.SIGKILL)
         child.wait(10)
-    # No write falls into a pause: its record says "pausing" until it is over. A drain is one request, without a pause.
-    assert w.record("e0").state is (EngineState.PAUSING if mode == "abort" else EngineState.UPDATING)
-    assert engine.paused == ("abort" if mode == "abort" else None)
+    # No write falls into a pause: its record says "pausing" until it is over. One request needs no pause.
+    paused = transport == "distributed"
+    assert w.record("e0").state is (EngineState.PAUSING if paused else EngineState.UPDATING)
+    assert engine.paused == ("abort" if paused else None)
     with process(file, log) as child:
         wait_for(lambda: w.serves("e0", second.version), 40)
         assert engine.paused is None
