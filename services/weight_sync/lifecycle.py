@@ -29,9 +29,9 @@ IDLE_STATES = (EngineState.JOINING, EngineState.SERVING, EngineState.QUARANTINED
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Limits. drain: let running requests end before a load (else abort them). locked: a load is one request, which the
-    engine carries out under its own lock, so that it need not be paused. tries: failed tries in a row
-    before the waits begin. back_off_s, back_off_max_s: those waits, doubled each time. misses: probes without an answer
-    that make an engine unusable (a refused connection does at once). gone_after_s: silence after which it is gone."""
+    engine carries out under its own lock, so that it need not be paused. tries: failed tries in a row before the waits
+    begin. back_off_s, back_off_max_s: those waits, doubled each time. misses: probes without an answer that make an
+    engine unusable (a refused connection does at once). gone_after_s: silence after which it is gone."""
 
     drain: bool = True
     locked: bool = True
