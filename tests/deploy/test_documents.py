@@ -62,3 +62,8 @@ def test_the_sizes_are_those_that_lagrange_check_computes(name: str, says: str) 
     assert f"{found.queue_bytes / 2**30:.0f} GiB" == says
     assert f"| {says} |" in text
     assert f"| {found.trainer_rank / 2**30:.1f} GiB |" in text
+    rollout, (bytes_a_token,) = config.rollout, set(re.findall(r"lag \d \| (\d{3}) \|", text))
+    step = config.trainer.groups_per_step * rollout.samples_per_prompt * rollout.max_new_tokens * int(bytes_a_token)
+    assert f"{step / 2**30:.0f} GiB at the limit" in text
+    assert f"{step / 4 / 2**30:.0f} GiB at a quarter" in text
+    assert f"is {step / 4 / 600e6:.0f} to {step / 600e6:.0f} MB/s" in text
