@@ -1,7 +1,7 @@
 """Trajectories for people to read, as the workers wrote them down in the run's folder (rollout/samples.py).
 
 Invariant: bounded: at most SHOWN groups, none of a version that the snapshot does not know yet; a folder that this host
-does not see gives none, which is no error.
+does not see gives none, which is no error, and a record that does not read as one is passed over.
 """
 
 from __future__ import annotations
@@ -58,23 +58,27 @@ class SamplesAnswer(Answer):
 def samples(s: Snapshot, folder: Path | None, limit: int) -> SamplesAnswer:
     """GET /v1/samples. folder: of the run; None: there is none."""
     newest = read_samples(folder, 4 * SHOWN) if folder is not None else ()
-    known = [group for record in reversed(newest) if (group := _group(s, record)).lag >= 0]
+    read = (_group(s, record) for record in reversed(newest))
+    known = [group for group in read if group is not None and group.lag >= 0]
     return SamplesAnswer(**base(s), groups=known[:limit])
 
 
-def _group(s: Snapshot, record: Mapping[str, Any]) -> GroupAnswer:
-    version = int(record.get("version") or 0)
-    return GroupAnswer(
-        group_id=str(record.get("group", "")),
-        prompt_index=int(record.get("prompt_index") or 0),
-        task=str(record.get("task", "")),
-        trace=str(record.get("trace") or ""),
-        version=version,
-        lag=s.version - version,
-        prompt=str(record.get("prompt", "")),
-        rewards=record.get("rewards", []),
-        samples=[_sample(one) for one in record["samples"]],
-    )
+def _group(s: Snapshot, record: Mapping[str, Any]) -> GroupAnswer | None:
+    try:
+        version = int(record.get("version") or 0)
+        return GroupAnswer(
+            group_id=str(record.get("group", "")),
+            prompt_index=int(record.get("prompt_index") or 0),
+            task=str(record.get("task", "")),
+            trace=str(record.get("trace") or ""),
+            version=version,
+            lag=s.version - version,
+            prompt=str(record.get("prompt", "")),
+            rewards=record.get("rewards", []),
+            samples=[_sample(one) for one in record["samples"]],
+        )
+    except (KeyError, TypeError, AttributeError, ValueError):  # pydantic's error is a ValueError
+        return None
 
 
 def _sample(one: Mapping[str, Any]) -> SampleAnswer:

@@ -68,3 +68,10 @@ async def test_samples_are_the_newest_groups_with_their_lag_and_whose_text_it_is
 async def test_a_sample_that_is_newer_than_the_snapshot_is_not_shown_yet(run: Run, folder: Path) -> None:
     seen = replace(run.broker.snapshot(), version=1)
     assert [group.version for group in samples(seen, folder, 2).groups] == [1, 0]
+
+
+def test_a_record_of_a_sample_that_is_none_hides_no_other(run: Run, folder: Path) -> None:
+    with (folder / "samples" / "worker-0.jsonl").open("a") as file:
+        for broken in ('"samples": 7', '"samples": [7]', '"samples": [], "prompt_index": "x"', '"rewards": {}'):
+            file.write(f'{{"group": 1, "version": 1, {broken}}}\n')
+    assert len(samples(run.broker.snapshot(), folder, 9).groups) == 3
