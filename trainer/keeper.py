@@ -46,9 +46,8 @@ class Keeper:
         return max(versions.versions_on_disk(self._weights), default=-1)
 
     def remove_unfinished(self) -> None:
-        """Delete what a trainer that died was writing: weights and checkpoints, which may be as large as all others."""
-        folder = self._config.run.folder
-        for root in (folder, self._weights, folder / "checkpoints"):
+        """Delete the weights that a trainer that died was writing, which may be as large as all others."""
+        for root in (self._config.run.folder, self._weights):
             versions.remove_unfinished(root)
 
     def due(self, progress: Progress, asked: int = -1) -> tuple[bool, bool]:
@@ -96,7 +95,7 @@ class Keeper:
         p, gate = progress, progress.gate
         kept = [gate.quantile, gate.scale] if gate is not None and math.isfinite(gate.quantile) else None
         cursor = self._broker.prompt_cursor(p.epoch, p.step) if self._ranks.is_main else PromptCursor()
-        state = SavedState(p.step, p.version, tuple(p.consumed), cursor, {"gate": kept, "began": p.began})
+        state = SavedState(p.step, p.version, tuple(p.consumed), cursor, {"gate": kept, "began": p.began}, p.epoch)
         epoch = p.epoch
 
         def prepare() -> Job:

@@ -137,7 +137,8 @@ class Trainer:
                 consumed=p.consumed,
                 cursor=saved.cursor if saved else None,
             )
-            self._keeper.remove_unfinished()  # whoever was writing it is fenced by now
+            self.checkpoints.take_over(state.epoch, p.step)  # whoever wrote there is fenced by now
+            self._keeper.remove_unfinished()
             named = [state.epoch, self.broker.name_version(state.epoch)]
             self._sink = self._make_sink(p.step)
             log.info("attached", epoch=state.epoch, step=p.step, version=named[1], returned=state.returned)

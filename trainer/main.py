@@ -169,6 +169,7 @@ class Checkpoints:
             prompt_cursor=state.cursor.next_index,
             config_hash=config_hash(self.config),
             extra={**state.extra, "open": list(state.cursor.open)},
+            epoch=state.epoch,
         )
         keep = self.config.trainer.checkpoint.keep
         return stage_checkpoint(self.policy, self.root, kept, keep=keep)  # type: ignore[arg-type]
@@ -185,7 +186,13 @@ class Checkpoints:
         if state.config_hash != config_hash(self.config):
             log.warning("resumed under another configuration", checkpoint=str(folder))
         cursor = PromptCursor(state.prompt_cursor, tuple(state.extra.get("open", ())))
-        return SavedState(state.step, state.version, state.consumed, cursor, state.extra)
+        return SavedState(state.step, state.version, state.consumed, cursor, state.extra, state.epoch)
+
+    def take_over(self, epoch: int, step: int) -> None:
+        """See the port."""
+        from trainer.megatron.checkpoint import take_over
+
+        take_over(self.root, epoch, step)
 
 
 def config_hash(config: RunConfig) -> str:

@@ -90,13 +90,15 @@ class Ranks(Protocol):
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """The part of a checkpoint that is not tensors. version: of the saved weights. consumed: ids of groups whose effect
-    is in the weights and whose commit is not yet recorded. extra: anything else that JSON can hold."""
+    is in the weights and whose commit is not yet recorded. extra: anything else that JSON can hold. epoch: of the
+    trainer that saves it."""
 
     step: int
     version: int
     consumed: tuple[int, ...]
     cursor: PromptCursor
     extra: Mapping[str, Any] = field(default_factory=dict)
+    epoch: int = -1
 
 
 class CheckpointPort(Protocol):
@@ -109,6 +111,11 @@ class CheckpointPort(Protocol):
 
     def load_newest(self) -> SavedState | None:
         """Restore the newest good checkpoint and return its state; None if there is none: nothing was changed."""
+        ...
+
+    def take_over(self, epoch: int, step: int) -> None:
+        """No trainer of another epoch finishes a checkpoint from here on; those after `step` are set aside, and what
+        was unfinished goes. On the main rank, once the broker has given this trainer its epoch."""
         ...
 
 

@@ -128,6 +128,9 @@ class MemoryCheckpoints:
             self.policy.table.copy_(table)
         return state
 
+    def take_over(self, epoch: int, step: int) -> None:
+        self.kept = [kept for kept in self.kept if kept[0].step <= step]
+
 
 def json_copy(value: Any) -> Any:
     if isinstance(value, Tensor):

@@ -35,10 +35,10 @@ def test_version_zero_is_published_before_anything_else(config: Any, handle: Bro
     assert folder_of(config.run.folder / "weights", 0).is_dir()
 
 
-def test_what_a_trainer_that_died_was_writing_is_removed(config: Any, handle: Broker) -> None:
+def test_weights_that_a_trainer_that_died_was_writing_are_removed(config: Any, handle: Broker) -> None:
     run = config.run.folder
-    unfinished = [run / "weights" / ".v000003.partial", run / "checkpoints" / ".step-00000004.partial"]
-    kept = [run / "weights" / ".other", run / "checkpoints" / "step-00000002"]
+    unfinished = [run / "weights" / ".v000003.partial", run / ".model-final.partial"]
+    kept = [run / "weights" / ".other", run / "weights" / "v000002"]
     for folder in (*unfinished, *kept):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")

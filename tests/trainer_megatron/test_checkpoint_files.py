@@ -13,7 +13,7 @@ import torch
 from tests.conftest import ConfigFactory
 from trainer.main import Checkpoints
 from trainer.megatron import checkpoint
-from trainer.megatron.checkpoint import TrainingState, latest, save_checkpoint
+from trainer.megatron.checkpoint import TrainingState, latest, save_checkpoint, take_over
 from trainer.megatron.optimizer_state import optimizer_part, restore_optimizer_part
 from trainer.tensor_file import save_tensors
 
@@ -85,6 +85,48 @@ def test_one_rank_looks_for_the_checkpoint_that_all_resume_from(
     state = Checkpoints(make_config(), SimpleNamespace(parallel=parallel)).load_newest()
     assert state is not None
     assert (state.step, loaded) == (7, [tmp_path / "step-00000007"])
+
+
+@pytest.mark.parametrize("moment", ["_make_empty", "write_tensors", "_seal", "_finish", "owner_of"])
+def test_a_trainer_that_was_taken_over_finishes_no_checkpoint_wherever_it_slept(
+    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    save(policy, tmp_path, 20, keep=3)
+    owner = policy.tensors if moment == "write_tensors" else checkpoint
+    awake = getattr(owner, moment)
+
+    def slept(*arguments: Any) -> Any:
+        found = awake(*arguments) if moment == "owner_of" else None  # it is asked, and then comes the successor
+        take_over(tmp_path, 2, 20)
+        return found if moment == "owner_of" else awake(*arguments)
+
+    monkeypatch.setattr(owner, moment, slept)
+    with pytest.raises(OSError, match=r"taken over|No such file"):
+        save_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=1), keep=3)
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch", "step-00000020"]
+
+
+def test_a_checkpoint_finished_while_the_successor_started_is_set_aside(policy: Any, tmp_path: Path) -> None:
+    for step in (20, 40):
+        save(policy, tmp_path, step, keep=3)
+    (kept,) = take_over(tmp_path, 2, 20)
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.name == "step-00000020"
+    assert (kept / "manifest.json").is_file()
+
+
+def test_a_successor_writes_beside_one_of_the_same_step(policy: Any, tmp_path: Path) -> None:
+    take_over(tmp_path, 1, 0)
+    stale = checkpoint.stage_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=1), keep=3)
+    take_over(tmp_path, 2, 0)
+    save_checkpoint(policy, tmp_path, TrainingState(40, 41, (), 0, "hash", epoch=2), keep=3)
+    with pytest.raises(OSError, match="epoch 2 has taken over from that of epoch 1"):
+        stale()
+    found = latest(tmp_path)
+    assert found is not None
+    assert checkpoint.read_state(found).version == 41
 
 
 class Fused(torch.optim.Optimizer):

@@ -2,8 +2,10 @@
 
 Invariant: a checkpoint that `latest` names was written completely: its files have the sizes and checksums of its
 manifest, which is written last, before a rename makes the folder visible. A torn or corrupt one is passed over for the
-one before.
+one before. And it belongs to the history that goes on: after `take_over` no trainer of another epoch finishes one.
 
+    root/epoch              the trainer that may write here: who took over last
+    root/superseded-...     a checkpoint beyond the one from which a successor went on
     root/step-00000020/     tensors by megatron's dist_checkpointing (torch_dist: any layout can read the weights)
         state.json          TrainingState and the layout
         rank-00000.safetensors  what each rank alone reads: random generators, its part of a distributed optimizer
@@ -30,6 +32,7 @@ from trainer.megatron.policy import PolicyModel
 from trainer.megatron.safetensors_file import MANIFEST, checksum, sync_folder, verify_manifest, write_durably
 
 _STATE = "state.json"
+_OWNER = "epoch"
 _PREFIX = "step-"
 _FORMAT = 2
 
@@ -40,7 +43,7 @@ class TrainingState:
 
     step: optimizer steps done. version: of the saved weights. consumed: group ids whose effect is in the weights and
     that are not yet committed. prompt_cursor: the trained frontier of the prompts. config_hash: of the configuration
-    that trained. extra: anything else that JSON can hold.
+    that trained. extra: anything else that JSON can hold. epoch: of the trainer that wrote it.
     """
 
     step: int
@@ -49,6 +52,7 @@ class TrainingState:
     prompt_cursor: int
     config_hash: str
     extra: dict[str, Any] = field(default_factory=dict)
+    epoch: int = -1
 
 
 def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, keep: int) -> Callable[[], Path]:
@@ -57,7 +61,7 @@ def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, k
     Called on every rank alike. The function is collective over `policy.parallel.writers` and may run on any thread: the
     folder is durable (fsync) when it returns it; of the checkpoints up to this step all but `keep` are removed, one of
     the same step is replaced. It raises OSError on every rank, with the earlier checkpoints untouched, if one rank
-    cannot write.
+    cannot write, or if another trainer took over.
     """
     from trainer.megatron import checkpoint_io  # after compat.install, which `parallel` calls
 
@@ -65,7 +69,7 @@ def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, k
     document = {"format": _FORMAT, "state": dataclasses.asdict(state), "layout": layout_of(policy)}
     ranks = policy.parallel
     folder = root / f"{_PREFIX}{state.step:08d}"
-    aside = root / f".{folder.name}.partial"
+    aside = root / f".{folder.name}.{state.epoch}.partial"  # a successor's of the same step is another folder
 
     def write() -> Path:
         _agree(ranks, _on_main(ranks, _make_empty, aside))
@@ -136,6 +140,10 @@ def _finish(aside: Path, folder: Path, document: dict[str, Any], files: dict[str
     manifest = {"format": 1, "algorithm": "sha256", "files": files}
     write_durably(aside / MANIFEST, json.dumps(manifest).encode())
     sync_folder(aside)
+    epoch, owner = document["state"]["epoch"], owner_of(folder.parent)
+    if owner not in (None, epoch):
+        shutil.rmtree(aside, ignore_errors=True)
+        raise OSError(f"the trainer of epoch {owner} has taken over from that of epoch {epoch}")
     if folder.exists():
         shutil.rmtree(folder)
     aside.rename(folder)
@@ -143,6 +151,34 @@ def _finish(aside: Path, folder: Path, document: dict[str, Any], files: dict[str
     # Folders of later steps are broken, or `latest` would have resumed from them: they must not push this one out.
     for old in [path for path in _folders(folder.parent) if path.name <= folder.name][keep:]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def take_over(root: Path, epoch: int, step: int) -> list[Path]:
+    """From here on only the trainer of `epoch`, which resumes from `step`, finishes checkpoints in root.
+
+    Called on one rank, after the broker has fenced the trainer before. That one may be inside a write, or sleep before
+    one: first it is no owner any more, then what it was writing goes, then what it finished beyond `step` in the
+    meantime is set aside: its groups were handed out again. Returns what was set aside. Raises OSError.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    write_durably(root / _OWNER, str(epoch).encode())
+    sync_folder(root)
+    for unfinished in root.glob(".*.partial"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    aside = []
+    for folder in _folders(root):
+        if folder.name > f"{_PREFIX}{step:08d}":
+            aside.append(folder.rename(root / f"superseded-{folder.name}-by-{epoch}"))
+            structlog.get_logger(__name__).warning("checkpoint.superseded", folder=str(aside[-1]), resumed_from=step)
+    return aside
+
+
+def owner_of(root: Path) -> int | None:
+    """The epoch that took over last; None if nobody did."""
+    try:
+        return int((root / _OWNER).read_text(encoding="ascii"))
+    except FileNotFoundError:
+        return None
 
 
 def _folders(root: Path) -> list[Path]:
