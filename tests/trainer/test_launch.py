@@ -22,6 +22,7 @@ START = (
 )
 
 
+@pytest.mark.timeout(300)
 def test_ranks_that_are_told_to_stop_have_the_time_for_a_step_and_a_checkpoint(
     make_config: ConfigFactory, tmp_path: Path
 ) -> None:
@@ -29,13 +30,13 @@ def test_ranks_that_are_told_to_stop_have_the_time_for_a_step_and_a_checkpoint(
     save_config(make_config(**{"trainer.layout": {"data": 2}}), file)
     lives.mkdir()
     command = [sys.executable, "-c", START, str(file), str(lives), "checkpoint"]
-    with subprocess.Popen(command, env=os.environ | {"LAGRANGE_DRAIN_S": "60"}) as launcher:
+    with subprocess.Popen(command, env=os.environ | {"LAGRANGE_DRAIN_S": "100"}) as launcher:
         try:
-            wait_for(lambda: len(list(lives.glob("rank-*"))) == 2)
+            wait_for(lambda: len(list(lives.glob("rank-*"))) == 2, 100)
             launcher.send_signal(signal.SIGTERM)
-            wait_for(lambda: len(list(lives.glob("asked-*"))) == 2)
+            wait_for(lambda: len(list(lives.glob("asked-*"))) == 2, 100)
             (lives / "go").touch()
-            assert launcher.wait(30) == STOPPED
+            assert launcher.wait(100) == STOPPED
         finally:
             launcher.kill()
     assert sorted(path.name for path in lives.glob("saved-*")) == ["saved-0", "saved-1"]
