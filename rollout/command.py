@@ -8,7 +8,7 @@ weight-sync has loaded and confirmed a published version can pass for a sample o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +37,14 @@ def engine_launch(
     key_file: Path | None,
     index: int = 0,
     seed: int = 0,
+    cores: Sequence[int] = (),
 ) -> Launch:
     """Command line and environment of the server on `port`.
 
     environment: the supervisor's own, of which only what the server needs is passed on (no secrets of ours).
     key_file: the file of `key_file_text`, or None for an open server. index: of the engine on this machine, which
-    chooses its share of CUDA_VISIBLE_DEVICES. seed: of the server's random numbers.
+    chooses its share of CUDA_VISIBLE_DEVICES. seed: of the server's random numbers. cores: those of the machine,
+    which the ranks of a tensor-parallel engine on a CPU share.
     """
     module = "lagrange_sglang_cpu.serve" if engine.device == "cpu" else "sglang.launch_server"
     argv = [str(engine.python), "-m", module, "--model-path", str(checkpoint.folder)]
@@ -61,7 +63,7 @@ def engine_launch(
         argv += ["--enable-return-routed-experts"]
     if key_file is not None:
         argv += ["--config", str(key_file)]
-    return Launch((*argv, *engine.extra_arguments), engine_environment(engine, environment, index))
+    return Launch((*argv, *engine.extra_arguments), engine_environment(engine, environment, index, cores))
 
 
 def key_file_text(key: str) -> str:
@@ -69,7 +71,9 @@ def key_file_text(key: str) -> str:
     return f"api-key: {json.dumps(key)}\n"
 
 
-def engine_environment(engine: EngineSection, ours: Mapping[str, str], index: int = 0) -> dict[str, str]:
+def engine_environment(
+    engine: EngineSection, ours: Mapping[str, str], index: int = 0, cores: Sequence[int] = ()
+) -> dict[str, str]:
     """What a process that runs in SGLang's environment needs of our own variables, and what we set for it."""
     kept = {k: v for k, v in ours.items() if k in INHERITED or k.startswith(INHERITED_PREFIXES)}
     # One thread: two OpenMP threads on busy cores make a token 5 to 10 times slower. Offline: the checkpoint is local.
@@ -77,9 +81,18 @@ def engine_environment(engine: EngineSection, ours: Mapping[str, str], index: in
     kept["PYTHONUNBUFFERED"] = "1"
     if engine.device == "cpu":
         kept["SGLANG_USE_CPU_ENGINE"] = "1"
+        if engine.tensor_parallel > 1 and cores:  # left to itself, SGLang refuses more ranks than there are NUMA nodes
+            kept.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_ranks(cores, engine.tensor_parallel))
     else:
         kept |= _devices(kept.get("CUDA_VISIBLE_DEVICES", ""), index, engine.tensor_parallel)
     return kept
+
+
+def _cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
+    """Cores as SGLang wants them for each rank, neighbours together: "0,1|2,3". Fewer cores than ranks are shared."""
+    each = max(1, len(cores) // ranks)
+    shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def _devices(visible: str, index: int, each: int) -> dict[str, str]:

@@ -104,6 +104,7 @@ def make_plan(config: RunConfig, index: int) -> Plan:
             key_file=key_file,
             index=index,
             seed=config.run.seed + index,
+            cores=sorted(os.sched_getaffinity(0)),
         ),
         checkpoint=checkpoint,
         log=scratch / "logs" / f"sglang-{name}.log",

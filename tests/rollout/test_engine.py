@@ -78,6 +78,16 @@ def test_engines_of_one_machine_share_its_gpus(visible: str, index: int, each: i
     assert command.environment["CUDA_VISIBLE_DEVICES"] == own
 
 
+@pytest.mark.parametrize(
+    ("cores", "ranks", "bound"),
+    [([0, 1], 2, "0|1"), ([0, 1, 4, 5, 6], 2, "0,1|4,5"), ([3], 2, "3|3"), ([0, 1], 1, None), ([], 2, None)],
+)
+def test_ranks_of_a_cpu_engine_share_the_cores(cores: list[int], ranks: int, bound: str | None) -> None:
+    section = EngineSection(tensor_parallel=ranks)
+    command = engine_launch(section, CHECKPOINT, 1, environment={}, key_file=None, cores=cores)
+    assert command.environment.get("SGLANG_CPU_OMP_THREADS_BIND") == bound
+
+
 def test_a_dense_model_is_not_asked_for_routes() -> None:
     dense = replace(CHECKPOINT, experts=0, top_k=0)
     command = engine_launch(EngineSection(), dense, 1, environment={}, key_file=None)

@@ -231,11 +231,8 @@ async def test_broadcasts_reach_a_real_engine_exactly_and_a_dead_sender_costs_on
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 async def test_a_broadcast_brings_both_ranks_of_a_tensor_parallel_engine_what_the_files_would(
-    engine_redis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine_redis: str, tmp_path: Path
 ) -> None:
-    # On a CPU SGLang has at most one rank for each NUMA node, unless it is told which cores are whose.
-    cores = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     engine = await asyncio.to_thread(start_engine, tmp_path / "tp2", engine_redis, tensor_parallel=2)
     try:
         publisher, before = Publisher(engine, tmp_path), await checksums(engine)
