@@ -26,11 +26,13 @@ from broker.commands import Buffer, Command, Payload
 from broker.connection import Connection, OutOfMemory
 from broker.errors import BrokerError
 from broker.keys import Keys
-from broker.spares import Spares, in_memory, lock
+from broker.spares import Spares, in_memory, lock, release
 from broker.types import Group
 
 STAGED_MS = 600_000
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOCKED_S = 1.0  # whoever looks for spares has the lock of a payload for moments at most
+_LOOK_AGAIN_S = 0.001
 _PIECES = 1000  # of one writev; the limit of Linux is 1024
 
 
@@ -203,7 +205,7 @@ class FolderPayloadStore:
                 os.ftruncate(descriptor, payload.size)  # one that is written over may have been longer
                 os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                release(descriptor)
             aside.rename(self.folder / name)
         except OSError as error:
             aside.unlink(missing_ok=True)
@@ -214,20 +216,23 @@ class FolderPayloadStore:
             raise BrokerError(f"redis.payload_folder: {self.folder} cannot be written ({error.strerror}).") from error
 
     def _map(self, name: str) -> memoryview | None:
-        path = self.folder / name
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        try:
-            # Pages are mapped as the checksum comes to them, some at a time; with MAP_POPULATE, each by itself.
-            if self._spares is None or (lock(descriptor, fcntl.LOCK_SH) and _is_named(descriptor, path)):
-                return memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
-            return None
-        except ValueError:  # an empty file
-            return memoryview(b"")
-        finally:
-            os.close(descriptor)
+        path, end = self.folder / name, time.monotonic() + _LOCKED_S
+        while True:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            try:
+                # Pages are mapped as the checksum comes to them, some at a time; with MAP_POPULATE, each by itself.
+                if self._spares is None or (lock(descriptor, fcntl.LOCK_SH) and _is_named(descriptor, path)):
+                    return memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+            except ValueError:  # an empty file
+                return memoryview(b"")
+            finally:
+                os.close(descriptor)
+            if time.monotonic() >= end:
+                return None
+            time.sleep(_LOOK_AGAIN_S)
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:

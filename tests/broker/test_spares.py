@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,3 +164,98 @@ def test_a_run_that_ended_leaves_no_file(run: Run, folder: Path) -> None:
     run.broker.set_status("finished")
     assert (inodes(folder), spares(folder)) == ({}, [])
     assert tokens(held[0]) == tokens(finished(first, RUN, response=900))
+
+
+def test_a_reader_finds_a_payload_that_was_submitted_again_while_it_looked(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = submit(run, 900)
+    (name,) = inodes(folder).values()
+    again = folder / RUN / ".again"
+    again.write_bytes((folder / RUN / name).read_bytes())
+    late(monkeypatch, lambda: again.rename(folder / RUN / name))
+    (group,) = run.broker.fetch([ticket.group_id])
+    assert tokens(group) == tokens(finished(ticket, RUN, response=900))
+
+
+def test_a_reader_waits_for_a_writer_that_took_the_payload_for_a_spare(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = submit(run, 900)
+    (name,) = inodes(folder).values()
+    with (folder / RUN / name).open("rb") as writer:
+        assert lock(writer.fileno(), fcntl.LOCK_EX)
+        monkeypatch.setattr("broker.store.time.sleep", lambda _: fcntl.flock(writer.fileno(), fcntl.LOCK_UN))
+        (group,) = run.broker.fetch([ticket.group_id])
+    assert tokens(group) == tokens(finished(ticket, RUN, response=900))
+
+
+def test_a_child_that_a_writer_forks_meanwhile_does_not_keep_readers_out(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(run, 900), submit(run, 900)
+    close(run)
+    copies: list[int] = []  # a child has such copies of the descriptors
+
+    def forked(descriptor: int, size: int) -> None:
+        copies.append(os.dup(descriptor))
+        os.truncate(descriptor, size)
+
+    monkeypatch.setattr("broker.store.os.ftruncate", forked)
+    ticket = submit(run, 900)
+    monkeypatch.undo()
+    assert len(spares(folder)) == 1
+    (group,) = run.broker.fetch([ticket.group_id])
+    assert tokens(group) == tokens(finished(ticket, RUN, response=900))
+    for descriptor in copies:
+        os.close(descriptor)
+
+
+def test_a_run_goes_on_without_the_folder_of_spares(run: Run, folder: Path) -> None:
+    submit(run, 900), submit(run, 900)
+    close(run)
+    shutil.rmtree(folder / RUN / "spare")
+    submit(run, 900), submit(run, 900)
+    close(run)
+    assert len(spares(folder)) == 2
+    shutil.rmtree(folder / RUN / "spare")
+    run.broker.set_status("finished")
+    assert inodes(folder) == {}
+
+
+def test_spares_in_a_folder_of_another_user_are_neither_taken_nor_kept(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(run, 900), submit(run, 900)
+    close(run)
+    rename = Path.rename
+
+    def refused(path: Path, name: Path) -> Path:
+        if "spare" in (path.parent.name, name.parent.name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return rename(path, name)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    submit(run, 900), submit(run, 900)
+    assert len(inodes(folder)) == 2
+    close(run)
+    assert (len(inodes(folder)), len(spares(folder))) == (0, 2)
+
+
+def test_nothing_is_written_through_a_link_among_the_spares(folder: Path) -> None:
+    kept, other = Spares(folder / "spare"), folder / "other"
+    other.write_bytes(b"bytes")
+    kept.keep([], 0)
+    (folder / "spare" / "1-00").symlink_to(other)
+    assert kept.take(folder / "aside") is None
+    kept.clear()
+    assert other.read_bytes() == b"bytes"
+
+
+def test_names_of_mounts_need_not_be_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(
+        b"1 0 0:999 / /media/caf\xe9 rw - vfat /dev/sdz rw\n" + Path("/proc/self/mountinfo").read_bytes()
+    )
+    monkeypatch.setattr("broker.spares._MOUNTS", mounts)
+    assert in_memory(MEMORY)
