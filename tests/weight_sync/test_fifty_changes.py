@@ -37,13 +37,15 @@ START_S = 400.0  # of an engine: about a minute of both cores
 
 @dataclass
 class Fleet:
-    """The run's engines and the workers that joined. killed: when, of those that are not back yet."""
+    """The run's engines and the workers that joined. killed: when, of those that are not back yet; down: those of them
+    that were seen to be away."""
 
     loop: RunningLoop
     broker: Broker
     sync: str
     guests: list[subprocess.Popen[bytes]] = field(default_factory=list)
     killed: dict[str, float] = field(default_factory=dict)
+    down: set[str] = field(default_factory=set)
     pids: dict[str, int] = field(default_factory=dict)
     recoveries: list[float] = field(default_factory=list)
     left: EngineRecord | None = None
@@ -54,13 +56,16 @@ class Fleet:
         """Engines that serve; notes those that came back, and what their supervisors said of their processes."""
         records = [r for r in self.broker.engines() if r.routable]
         self.pids |= {r.engine_id: r.pid for r in records if r.pid > 0}  # who joins over HTTP does not say it
-        for name in [r.engine_id for r in records if r.engine_id in self.killed]:
+        serving = {r.engine_id for r in records}
+        self.down |= self.killed.keys() - serving  # a kill is in the record only when weight-sync has seen it
+        for name in serving & self.down:
+            self.down.remove(name)
             self.recoveries.append(round(time.monotonic() - self.killed.pop(name), 1))
         return records
 
     def both_serve(self) -> bool:
         """Whether there is an engine to spare."""
-        return len(self.routable()) == 2
+        return len(self.routable()) == 2 and not self.killed
 
     def kill_engine(self, dice: random.Random) -> None:
         """kill -9 of a server with all its processes."""
