@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,46 @@ def test_a_successor_writes_beside_one_of_the_same_step(policy: Any, tmp_path: P
     found = latest(tmp_path)
     assert found is not None
     assert checkpoint.read_state(found).version == 41
+
+
+@pytest.mark.parametrize("held", [b"", b"what is this", b"\xff\xfe", b"9" * 5000])
+def test_a_file_that_names_no_owner_is_one_error_and_the_next_start_writes_it_anew(
+    policy: Any, tmp_path: Path, held: bytes
+) -> None:
+    save(policy, tmp_path, 20, keep=3)
+    (tmp_path / "epoch").write_bytes(held)
+    with pytest.raises(OSError, match=r"could not be written: .*epoch does not name the trainer"):
+        save(policy, tmp_path, 40, keep=3)
+    take_over(tmp_path, 2, 20)
+    save_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=2), keep=3)
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.name == "step-00000040"
+
+
+def test_a_disk_that_an_unfinished_checkpoint_filled_lets_the_next_trainer_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished = tmp_path / ".step-00000040.1.partial"
+
+    def on_a_small_disk(path: Path, data: bytes) -> None:
+        if unfinished.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_bytes(data)
+
+    monkeypatch.setattr(checkpoint, "write_durably", on_a_small_disk)
+    unfinished.mkdir()
+    take_over(tmp_path, 2, 20)
+    assert checkpoint.owner_of(tmp_path) == 2
+
+
+def test_a_disk_that_is_full_when_a_trainer_starts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_durably", full)
+    with pytest.raises(OSError, match=r"^checkpoints cannot be written to .*: .*No space left"):
+        take_over(tmp_path, 2, 20)
 
 
 class Fused(torch.optim.Optimizer):

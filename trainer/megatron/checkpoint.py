@@ -160,11 +160,14 @@ def take_over(root: Path, epoch: int, step: int) -> list[Path]:
     one: first it is no owner any more, then what it was writing goes, then what it finished beyond `step` in the
     meantime is set aside: its groups were handed out again. Returns what was set aside. Raises OSError.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    write_durably(root / _OWNER, str(epoch).encode())
-    sync_folder(root)
-    for unfinished in root.glob(".*.partial"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    _remove_unfinished(root)  # it may have filled the disk, which must have room for the file
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        write_durably(root / _OWNER, str(epoch).encode())
+        sync_folder(root)
+    except OSError as error:
+        raise OSError(f"checkpoints cannot be written to {root}: {error}") from error
+    _remove_unfinished(root)
     aside = []
     for folder in _folders(root):
         if folder.name > f"{_PREFIX}{step:08d}":
@@ -174,11 +177,19 @@ def take_over(root: Path, epoch: int, step: int) -> list[Path]:
 
 
 def owner_of(root: Path) -> int | None:
-    """The epoch that took over last; None if nobody did."""
+    """The epoch that took over last; None if nobody did. Raises OSError if the file does not say."""
+    file = root / _OWNER
     try:
-        return int((root / _OWNER).read_text(encoding="ascii"))
+        return int(file.read_text(encoding="ascii"))
     except FileNotFoundError:
         return None
+    except ValueError as error:
+        raise OSError(f"{file} does not name the trainer that may write here; the next start writes it anew") from error
+
+
+def _remove_unfinished(root: Path) -> None:
+    for folder in root.glob(".*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folders(root: Path) -> list[Path]:
