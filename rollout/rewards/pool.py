@@ -109,7 +109,7 @@ class ProcessPool:
             self._kill(child)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
-                await asyncio.gather(*(child.gone() for child in self._dying))
+                await asyncio.gather(*self._dying)
 
     async def _start(self) -> _Child:
         scratch = tempfile.TemporaryDirectory(prefix="rewards-", ignore_cleanup_errors=True)
@@ -147,7 +147,8 @@ class ProcessPool:
             self._children.discard(child)
             self.restarts += 1
             child.kill()
-            self._dying = [one for one in self._dying if one.running] + [child]
+            gone = [task for task in self._dying if not task.done()]
+            self._dying = [*gone, asyncio.create_task(child.gone())]
 
 
 class _Child:
@@ -168,12 +169,17 @@ class _Child:
             raise ValueError("an answer that is not an object")
         return answer
 
-    @property
-    def running(self) -> bool:
-        return self._process.returncode is None
-
     async def gone(self) -> None:
+        """Return when it has ended and what it had no time to remove is removed.
+
+        A program that it ran is killed by the kernel after it, and may write until then.
+        """
         await self._process.wait()
+        for _ in range(REMOVE_TRIES):
+            await asyncio.to_thread(self._scratch.cleanup)
+            if not os.path.exists(self._scratch.name):  # noqa: ASYNC240 - one call
+                return
+            await asyncio.sleep(REMOVE_AGAIN_S)
 
     def kill(self) -> None:
         """The whole process group: a verifier may have started programs."""
@@ -182,7 +188,6 @@ class _Child:
         transport = getattr(self._process, "_transport", None)
         if transport is not None:  # closes the pipes at once; asyncio reaps the process
             transport.close()
-        self._scratch.cleanup()  # what a killed verifier had no time to remove
 
 
 def child_environment(ours: Mapping[str, str]) -> dict[str, str]:
