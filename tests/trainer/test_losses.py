@@ -204,6 +204,12 @@ def test_an_entropy_bonus_lowers_the_loss_by_its_share() -> None:
     assert with_bonus == pytest.approx(plain - 0.1)
 
 
+def test_a_constant_length_without_the_constant_aggregation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="constant_length has no effect: grpo is aggregated by"):
+        settings("grpo", constant_length=64)
+    assert settings("grpo", constant_length=64, aggregation="constant").constant_length == 64
+
+
 def test_an_unknown_loss_or_parameter_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="Did you mean sat-grpo"):
         settings("sat-grp")

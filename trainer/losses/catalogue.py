@@ -122,12 +122,18 @@ def resolve(loss: LossSection, max_new_tokens: int) -> LossSettings:
                 f"trainer.loss.parameters.{name}: {loss.name} has no such parameter.{_nearest(name, entry.parameters)} "
                 f"Known: {known}."
             )
+    aggregation = loss.aggregation or entry.aggregation
+    if loss.constant_length is not None and aggregation != "constant":
+        raise ConfigError(
+            f"trainer.loss.constant_length has no effect: {loss.name} is aggregated by {aggregation}. Remove it, or "
+            "set trainer.loss.aggregation: constant."
+        )
     found = LossSettings(
         name=loss.name,
         entry=entry,
         clip_low=entry.clip_low if loss.clip_low is None else loss.clip_low,
         clip_high=entry.clip_high if loss.clip_high is None else loss.clip_high,
-        aggregation=loss.aggregation or entry.aggregation,
+        aggregation=aggregation,
         constant_length=loss.constant_length or max_new_tokens,
         advantage=loss.advantage or entry.advantage,
         entropy_coefficient=loss.entropy_coefficient,
