@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from rollout.tasks import Prompt, Response
 
 LENGTH = struct.Struct("<I")
 LARGEST = 64 << 20  # bytes of one message
+REMOVE_TRIES, REMOVE_AGAIN_S = 50, 0.1  # of temporary files in which a program still writes
 START_S = 60.0  # a verifier's imports may take long on a busy machine
 
 
@@ -60,7 +62,7 @@ class ProcessPool:
         for _ in range(limits.processes):
             self._idle.put_nowait(None)
         self._children: set[_Child] = set()
-        self._dying: list[_Child] = []
+        self._dying: list[asyncio.Task[None]] = []
         self.restarts = 0
 
     async def reward(self, prompt: Prompt, response: Response) -> float:
@@ -147,8 +149,8 @@ class ProcessPool:
             self._children.discard(child)
             self.restarts += 1
             child.kill()
-            gone = [task for task in self._dying if not task.done()]
-            self._dying = [*gone, asyncio.create_task(child.gone())]
+            waiting = [task for task in self._dying if not task.done()]
+            self._dying = [*waiting, asyncio.create_task(child.gone())]
 
 
 class _Child:
@@ -177,7 +179,7 @@ class _Child:
         await self._process.wait()
         for _ in range(REMOVE_TRIES):
             await asyncio.to_thread(self._scratch.cleanup)
-            if not os.path.exists(self._scratch.name):  # noqa: ASYNC240 - one call
+            if not Path(self._scratch.name).exists():  # noqa: ASYNC240 - one call
                 return
             await asyncio.sleep(REMOVE_AGAIN_S)
 

@@ -8,6 +8,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from rollout.rewards.programs import Limits, run_program
+
+SCRIBBLE = """
+import os
+for n in range(10**9):
+    os.mkdir(str(n))
+"""
+
 
 def score(text: str, _answer: str, _metadata: dict[str, object]) -> float:
     if text == "hang":
@@ -15,6 +23,9 @@ def score(text: str, _answer: str, _metadata: dict[str, object]) -> float:
     if text.startswith("litter "):
         Path(text.removeprefix("litter ")).write_text(tempfile.mkdtemp())
         time.sleep(3600)
+    if text.startswith("scribble "):
+        Path(text.removeprefix("scribble ")).write_text(tempfile.gettempdir())
+        run_program(SCRIBBLE, "", Limits(timeout_s=3600.0))
     if text == "busy":
         while True:
             pass

@@ -65,11 +65,17 @@ def exists(note: Path) -> bool:
     return Path(note.read_text()).exists()
 
 
-async def test_the_temporary_files_of_a_verifier_that_is_killed_are_removed(judge: PoolJudge, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["litter", "scribble"])
+async def test_the_temporary_files_of_a_verifier_that_is_killed_are_removed(
+    judge: PoolJudge, tmp_path: Path, how: str
+) -> None:
     note = tmp_path / "note"
     with pytest.raises(RewardTimeout):
-        await judge.reward(PROMPT, said(f"litter {note}"))
-    assert not exists(note)
+        await judge.reward(PROMPT, said(f"{how} {note}"))
+    deadline = time.monotonic() + 60
+    while exists(note):
+        assert time.monotonic() < deadline, "not within the deadline"
+        await asyncio.sleep(0.01)
 
 
 async def test_a_cancelled_answer_is_not_given_to_the_next(judge: PoolJudge) -> None:
