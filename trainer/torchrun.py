@@ -1,14 +1,14 @@
 """torchrun as a process of ours: `python -m trainer.launch trainer.torchrun ARGUMENTS...`.
 
 Invariant: it ends with the exit code of the rank that failed first, which says whether starting again can help
-(trainer/main.py); torchrun's own code is 1 whatever its ranks say.
+(trainer/main.py), or as ranks do that stopped on request; torchrun's own code is 1 whatever its ranks say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.launch import outcome
+from trainer.launch import STOPPED, outcome
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,6 +22,6 @@ def main(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return outcome([failure.exitcode]) or 1
-    except SignalException as error:  # its ranks have ended by the signal, or by themselves
-        return 128 + int(error.sigval)
+    except SignalException:  # SIGTERM or SIGINT; its ranks have ended by it, or by themselves
+        return STOPPED
     return 0

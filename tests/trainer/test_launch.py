@@ -13,6 +13,7 @@ import pytest
 from configs.load import ConfigError, save_config
 from tests.broker.helpers import wait_for
 from tests.conftest import ConfigFactory
+from trainer import torchrun
 from trainer.launch import STOPPED, outcome, stop_seconds
 
 START = (
@@ -64,3 +65,17 @@ def test_ranks_that_stopped_on_request_are_neither_failed_nor_done(
     codes: list[int | None], expected: int | None
 ) -> None:
     assert outcome(codes) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_that_is_told_to_stop_ends_as_ranks_do(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def told(arguments: list[str]) -> None:
+        raise SignalException("told to stop", number)
+
+    monkeypatch.setattr("torch.distributed.run.main", told)
+    assert torchrun.main([]) == STOPPED
