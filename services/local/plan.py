@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs import RunConfig, load_config, save_config
+from configs import ConfigError, RunConfig, load_config, save_config
 from configs.schema import TinyModel
 from services.local.layout import CannotStart, new_run_id, resolve
 from services.local.open_run import LOCK
@@ -68,7 +68,7 @@ def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
     """Go on with the run in `folder`, which may have been moved. Raises ConfigError and CannotStart."""
     file = folder / "config.yaml"
     if not file.is_file():
-        raise CannotStart(f"--resume {folder}: no config.yaml there. Name the folder of a run, runs/<id>.")
+        raise ConfigError(f"--resume {folder}: no config.yaml there. Name the folder of a run, runs/<id>.")
     with only_one(folder):  # its ports are in use while another `up` runs: say so, rather than move them
         config = load_config(file, overrides)
         place = folder.absolute()

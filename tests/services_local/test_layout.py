@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import RunConfig, load_config, save_config
+from configs import ConfigError, RunConfig, load_config, save_config
 from services.local.layout import CannotStart, embeds_redis, new_run_id, resolve, roles
 from services.local.plan import only_one, plan_new, plan_resumed, prepare
 from services.local.preflight import NEEDED_BYTES, problems
@@ -104,6 +104,11 @@ def test_a_run_whose_folder_was_moved_resumes_where_it_now_is(tmp_path: Path) ->
     assert plan.new_bound
     assert not plan_resumed(tmp_path / "moved" / "r", {}).new_bound  # what an operator set in between stays
     assert plan.tiny is None
+
+
+def test_a_folder_to_resume_that_is_no_run_is_an_error_of_the_call(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.yaml there.*runs/<id>"):
+        plan_resumed(tmp_path / "nothing", {})
 
 
 def test_a_new_run_does_not_take_over_an_old_runs_folder(tmp_path: Path) -> None:
