@@ -21,10 +21,8 @@ from rich.table import Table
 from configs import ConfigError, RunConfig, load_config
 from configs.secrets import API_TOKEN, read_secret
 from services.evaluation.commands import add_to as add_evaluation_commands
-from services.options import ConfigOption, pairs
+from services.options import ConfigOption, pairs, wide_console
 from services.queue_cli.commands import add_to as add_queue_commands
-
-WIDE = 200  # columns of a table that goes into a file or a pipe
 
 app = typer.Typer(
     name="lagrange",
@@ -115,9 +113,7 @@ def schema(
         table.add_column(column, overflow="fold", style="bold" if column == "field" else None)
     for field in found:
         table.add_row(*map(escape, (field.name, field.kind, field.default or "to be set", field.meaning)))
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=WIDE)
-    console.print(table)
+    wide_console().print(table)
 
 
 @app.command()

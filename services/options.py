@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from configs import ConfigError
 from configs.load import parse_yaml
 
+WIDE = 200  # columns of what goes into a file or a pipe
 ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration.")]
 
 
@@ -25,3 +27,9 @@ def pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
         except ValueError as error:
             raise ConfigError(f"{option} {text}: {value!r} is not a YAML value") from error
     return out
+
+
+def wide_console() -> Console:
+    """As wide as the terminal; in a file or a pipe so wide that no column of a table is broken."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDE)

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from configs import ConfigError, RunConfig
+from services.options import wide_console
 
 if TYPE_CHECKING:
     from broker.queue import Broker
@@ -65,12 +66,14 @@ def list_groups(
 
     with opened(where) as (broker, _):
         if state == "dead":
-            Console().print(dead_table(broker.dead_letters()[-limit:]))
+            letters = broker.dead_letters()[-limit:]
+            wide_console().print(dead_table(letters) if letters else "no dead letters")
             return
         chosen = next((name for name in STATES if name == state), None)
         if chosen is None:
             raise ConfigError(f"--state {state}: expected one of {', '.join(STATES)}, dead.")
-        Console().print(group_table(broker.groups(chosen, limit), broker.server_time_ms()))
+        records = broker.groups(chosen, limit)
+        wide_console().print(group_table(records, broker.server_time_ms()) if records else f"no group is {chosen}")
 
 
 @groups.command()
@@ -128,6 +131,8 @@ def replay(
     from services.queue_cli.dump import read_dump
     from services.queue_cli.show import replay_table
 
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model}: no config.json there. Name a checkpoint's folder, runs/<id>/model-final.")
     held, group, config = read_dump(file)
     result = again.replay(group, config, held.version, model=model, tolerance=tolerance)
     console = Console(highlight=False)

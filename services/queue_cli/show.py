@@ -32,10 +32,10 @@ def visible(text: object) -> str:
 
 
 def plain(*columns: str) -> Table:
-    """A table without lines, so that ten columns fit a terminal of 80; the first column is never cut."""
+    """A table without lines, so that ten columns fit a terminal of 80; the first column is one line, nothing is cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
-        table.add_column(name, no_wrap=index == 0)
+        table.add_column(name, no_wrap=index == 0, overflow="fold")
     return table
 
 

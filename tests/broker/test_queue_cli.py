@@ -49,7 +49,9 @@ def test_groups_are_listed_shown_dumped_and_requeued(
     poison = run.admit()
     broker.fail(poison.group_id, WORKER, "poison [red] \x1b[2J", final=True)
     assert "ledger closes; dead letters 1" in said("queue", file)
-    assert str(waiting) in said("groups", "list", file)
+    assert said("groups", "list", file, "--state", "leased") == "no group is leased\n"
+    (listed,) = (line for line in said("groups", "list", file).splitlines() if str(waiting) in line)
+    assert {"ready", WORKER} <= set(listed.split())  # nothing is cut where it is read by a program
     dead = said("groups", "list", file, "--state", "dead")
     assert "poison [red]" in dead
     assert "\x1b" not in dead  # it would clear the terminal
@@ -71,6 +73,10 @@ def test_a_file_that_is_no_dump_says_so(tmp_path: Path) -> None:
     (tmp_path / "nonsense").write_bytes(b"\x80\x04pickle")
     assert "is no dump of a group" in said("replay", tmp_path / "nonsense")
     assert "cannot be read" in said("replay", tmp_path / "missing")
+
+
+def test_a_model_to_replay_with_that_is_no_checkpoint_says_so(tmp_path: Path) -> None:
+    assert "no config.json there" in said("replay", tmp_path / "dump", "--model", tmp_path / "none")
 
 
 def test_replay_shows_the_first_difference(config: RunConfig, tmp_path: Path) -> None:
