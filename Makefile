@@ -12,6 +12,10 @@ PIP_TORCH ?=
 PIP := -m pip install --quiet --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
+# Says every half minute how large the environment $(1) has become; ends with the recipe's shell, however that ends.
+SIGNS_OF_LIFE = began=$$SECONDS; (while sleep 30 > /dev/null 2>&1 && kill -0 $$$$ 2> /dev/null; do \
+	echo "  $(1): $$(du -sh $(1) 2> /dev/null | cut -f1) after $$((SECONDS - began)) s"; done) & trap "kill $$! 2> /dev/null" EXIT
+
 VENV := .venv/.ready
 ENGINE := .venv-sglang/.ready
 BIN := .venv/bin
@@ -71,8 +75,8 @@ python:
 # PyTorch goes first and alone: Megatron-core's metadata asks for Python 3.12 although its wheel for 3.11 works, and the
 # flag that overrides this must not reach the choice of any other package.
 $(VENV): requirements/base.txt requirements/trainer.txt requirements/tasks.txt requirements/traces.txt requirements/dev.txt pyproject.toml | python
-	@echo 'Setting up .venv: Lagrange, PyTorch and Megatron-core (two to three minutes, 1.9 GB)'
-	@began=$$SECONDS; rm -rf .venv && $(PYTHON) -m venv .venv && \
+	@echo 'Setting up .venv: Lagrange, PyTorch and Megatron-core (1.9 GB: two to three minutes on a fast link and idle cores)'
+	@$(call SIGNS_OF_LIFE,.venv); rm -rf .venv && $(PYTHON) -m venv .venv && \
 	$(BIN)/python $(PIP) $(PIP_TORCH) torch==2.13.0 && \
 	$(BIN)/python $(PIP) --no-deps -r requirements/base.txt -r requirements/trainer.txt -r requirements/tasks.txt -r requirements/traces.txt -r requirements/dev.txt && \
 	$(BIN)/python $(PIP) --no-deps --ignore-requires-python megatron-core==0.19.2 && \
@@ -81,8 +85,8 @@ $(VENV): requirements/base.txt requirements/trainer.txt requirements/tasks.txt r
 
 # SGLang pins a CUDA build of PyTorch, so its dependencies are named by us and it is installed without them.
 $(ENGINE): requirements/sglang.txt $(wildcard rollout/sglang_cpu_plugin/pyproject.toml rollout/sglang_cpu_plugin/*/*.py) | python
-	@echo 'Setting up .venv-sglang: the SGLang engine and its CPU plugin (three to four minutes, 2.8 GB)'
-	@began=$$SECONDS; rm -rf .venv-sglang && $(PYTHON) -m venv .venv-sglang && \
+	@echo 'Setting up .venv-sglang: the SGLang engine and its CPU plugin (2.8 GB: three to four minutes)'
+	@$(call SIGNS_OF_LIFE,.venv-sglang); rm -rf .venv-sglang && $(PYTHON) -m venv .venv-sglang && \
 	.venv-sglang/bin/python $(PIP) $(PIP_TORCH) torch==2.13.0 && \
 	.venv-sglang/bin/python $(PIP) --no-deps -r requirements/sglang.txt && \
 	.venv-sglang/bin/python $(PIP) --no-deps torchvision==0.28.0 sglang==0.5.23 && \
