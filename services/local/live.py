@@ -7,7 +7,7 @@ moment is therefore of one moment. Nothing here reads a clock, a file or Redis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rich.console import Group as Rows
@@ -16,12 +16,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from broker.types import Snapshot
+from broker.types import EngineState, Snapshot
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 REWARD_POINTS = 40
 PACE_STEPS = 20
 NEWS_S = 30.0  # for so long the view tells what happened last
+HINT = "Ctrl-C stops (and the run resumes)"
+ENGINE_LOG = "logs/sglang-0.log"  # in the run's folder: what tells how far an engine's start is
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,17 @@ class ProcessFacts:
     restarts: tuple[tuple[str, int], ...] = ()
     news: str = ""
     news_age_s: float = 0.0
-    hint: str = "Ctrl-C stops (and the run resumes)"
+    hint: str = HINT
 
     @property
     def recent_news(self) -> str:
         """What happened last, "" if that was NEWS_S ago or more."""
         return self.news if self.news_age_s < NEWS_S else ""
+
+    @property
+    def starting(self) -> str:
+        """What is said of the engines before there is one; a run of another machine has no log here."""
+        return f"starting, log: {ENGINE_LOG}" if self.folder else "starting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,21 @@ class LiveView:
     ledger: str
     eta_s: float | None
     facts: ProcessFacts
+
+
+def since(first: Snapshot, snapshot: Snapshot) -> Snapshot:
+    """What of `snapshot` is of the session whose first one is `first`, before any of its processes started.
+
+    Redis keeps the last step's record and the engines of the session before: both are left out until there is a new
+    step, and until an engine serves the status is that of a start.
+    """
+    if snapshot.metrics != first.metrics or snapshot.status not in ("starting", "running"):
+        return snapshot
+    engines = tuple(e for e in snapshot.engines if e.since_ms > first.time_ms and e.state is not EngineState.GONE)
+    step, status = snapshot.durable_step, snapshot.status
+    if not any(engine.routable for engine in engines):
+        status = f"resuming from step {step}" if step else "starting"
+    return replace(snapshot, status=status, step=step, metrics={}, engines=engines)
 
 
 def view_of(
@@ -114,7 +136,7 @@ def view_of(
             f" + {groups.stale} stale + {groups.failed} failed"
             f" + {groups.generating + groups.ready + groups.leased} in flight"
         ),
-        eta_s=remaining_s(step_seconds, snapshot.steps_total - snapshot.step),
+        eta_s=remaining_s(step_seconds, snapshot.steps_total - snapshot.step) if metrics else None,
         facts=facts,
     )
 
@@ -175,7 +197,7 @@ def plain_line(view: LiveView) -> str:
     """One line for a log or a pipe."""
     parts = [f"{duration(view.facts.elapsed_s)} {view.status}"]
     if view.reward is None:
-        parts.append("engines " + (", ".join(f"{e.name} {e.state}" for e in view.engines) or "starting"))
+        parts.append("engines " + (", ".join(f"{e.name} {e.state}" for e in view.engines) or view.facts.starting))
     else:
         parts.append(f"step {view.step}/{view.steps_total}  reward {view.reward:.3f}")
         if view.lag is not None:
@@ -211,9 +233,7 @@ def screen(view: LiveView) -> Panel:
     table.add_row("step", head)
     table.add_row("reward", _reward(view))
     table.add_row("lag", _lag(view))
-    table.add_row(
-        "queue", f"{view.ready} groups ready, {view.generating} generating [dim](limit by the bound {view.limit})[/]"
-    )
+    table.add_row("queue", _queue(view))
     table.add_row("trainer", _trainer(view))
     table.add_row("engines", _engines(view))
     mark = "[green]closes[/]" if view.closes else "[bold red]does not close[/]"
@@ -228,7 +248,7 @@ def screen(view: LiveView) -> Panel:
     return Panel(
         Rows(*rows),
         title=f"[bold]Lagrange[/]  {view.run}",
-        subtitle=f"{view.status}, {duration(view.facts.elapsed_s)}, {view.facts.hint}",
+        subtitle=", ".join(filter(None, (view.status, duration(view.facts.elapsed_s), view.facts.hint))),
         border_style="cyan",
         padding=(1, 2),
     )
@@ -248,6 +268,12 @@ def _lag(view: LiveView) -> str:
     return f"[{style}]{low} / {mean:.2f} / {high}[/] [dim](min, mean, max of the last step)  bound[/] {view.max_lag}"
 
 
+def _queue(view: LiveView) -> str:
+    if view.reward is None and not view.engines:
+        return "[dim]waits for an engine[/]"
+    return f"{view.ready} groups ready, {view.generating} generating [dim](limit by the bound {view.limit})[/]"
+
+
 def _trainer(view: LiveView) -> str:
     wait = "" if view.trainer_wait is None else f"waits {view.trainer_wait:.0%} of a step, "
     speed = "" if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f} tokens a second, "
@@ -256,7 +282,7 @@ def _trainer(view: LiveView) -> str:
 
 def _engines(view: LiveView) -> str:
     if not view.engines:
-        return "[dim]starting (SGLang needs about half a minute)[/]"
+        return f"[dim]{view.facts.starting} (SGLang needs about half a minute)[/]"
     return ", ".join(
         f"{e.name} [{'green' if e.state == 'serving' else 'yellow'}]{e.state}[/] "
         + (f"v{e.version}" if e.version >= 0 else "[dim]no version yet[/]")

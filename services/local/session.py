@@ -23,7 +23,7 @@ from broker.types import Snapshot
 from configs import ConfigError
 from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import CannotStart, Role, embeds_redis, roles
-from services.local.live import LiveView, ProcessFacts, plain_line, screen, view_of
+from services.local.live import HINT, LiveView, ProcessFacts, plain_line, screen, since, view_of
 from services.local.metrics import MetricsTail
 from services.local.plan import Plan
 from services.local.processes import Processes, explain_log
@@ -101,6 +101,7 @@ class Session:
         self._due: dict[str, float] = {}
         self._news, self._news_at = "", 0.0
         self._began = time.monotonic()
+        self._first: Snapshot | None = None  # as the session before left it
         self._snapshot: Snapshot | None = None
         self._served: set[str] = set()
         self._metrics = MetricsTail(plan.folder / "metrics.jsonl")
@@ -130,6 +131,7 @@ class Session:
                 broker.set_status("starting")  # it may say finished or stopped, which would end the workers
             if self._plan.new_bound:
                 broker.set_max_lag(config.lag.max)
+            self._first = broker.snapshot()
             for name in self._roles:
                 if name != "redis":
                     self._start(name)
@@ -206,7 +208,7 @@ class Session:
         finally:
             if live is not None:
                 self._look()
-                live.update(screen(self._view()), refresh=True)
+                live.update(screen(self._view(hint="")), refresh=True)
                 live.stop()
 
     def _reap(self, now: float) -> End | None:
@@ -266,7 +268,7 @@ class Session:
         monitor = self._plan.config.monitor
         return f"{monitor.scheme}://{monitor.host}:{monitor.port}"
 
-    def _view(self) -> LiveView:
+    def _view(self, hint: str = HINT) -> LiveView:
         facts = ProcessFacts(
             elapsed_s=time.monotonic() - self._began,
             monitor_url=self._monitor_url(),
@@ -274,8 +276,10 @@ class Session:
             restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
             news=self._news,
             news_age_s=time.monotonic() - self._news_at,
+            hint=hint,
         )
-        return view_of(self._snapshot, self._metrics.series("reward_mean"), facts, self._metrics.series("step_s"))
+        shown = since(self._first, self._snapshot) if self._first and self._snapshot else None
+        return view_of(shown, self._metrics.series("reward_mean"), facts, self._metrics.series("step_s"))
 
     def _hear(self, news: str) -> None:
         self._news, self._news_at = news, time.monotonic()

@@ -17,7 +17,17 @@ from rich.console import Console
 from broker.types import EngineRecord, EngineState, LagCount, Snapshot, Tally
 from configs import ConfigError, load_config
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, nice_ticks
-from services.local.live import NEWS_S, ProcessFacts, condensed, plain_line, remaining_s, screen, sparkline, view_of
+from services.local.live import (
+    NEWS_S,
+    ProcessFacts,
+    condensed,
+    plain_line,
+    remaining_s,
+    screen,
+    since,
+    sparkline,
+    view_of,
+)
 from services.local.metrics import MetricsTail, parse
 from services.local.report import by_lag, draw_report, page, sat_verdict, write_report
 
@@ -218,6 +228,61 @@ def test_the_plain_line_holds_the_same_facts_and_the_news() -> None:
     ):
         assert part in line
     assert "\n" not in line
+
+
+def engine(state: EngineState, version: int, since_ms: int) -> EngineRecord:
+    return EngineRecord("engine-0", "http://127.0.0.1:30000", state, version, since_ms=since_ms)
+
+
+# What a session killed at step 5 of 10 left in Redis, its checkpoint being of step 4.
+LEFT = snapshot(
+    time_ms=100, step=5, durable_step=4, status="starting", metrics=record(5),
+    engines=(engine(EngineState.SERVING, 5, since_ms=50),),
+)  # fmt: skip
+JOINING = replace(LEFT, status="running", step=4, engines=(engine(EngineState.JOINING, -1, since_ms=150),))
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        LEFT,
+        replace(LEFT, status="running", step=4),
+        replace(LEFT, engines=(engine(EngineState.GONE, -1, since_ms=150),)),
+    ],
+)
+def test_until_an_engine_serves_a_resumed_run_shows_nothing_of_the_session_before(now: Snapshot) -> None:
+    line = plain_line(view_of(since(LEFT, now), [0.1] * 5, FACTS, [0.5] * 5))
+    assert line == "1:01 resuming from step 4  |  engines starting, log: logs/sglang-0.log"
+    text = shown(since(LEFT, now))
+    for part in ("resuming from step 4", "4 / 10", "no step yet", "waits for an engine", "log: logs/sglang-0.log"):
+        assert part in text
+    for part in (" left", "0.250", "0 / 0.50 / 2", "groups ready", "gone", "serving"):
+        assert part not in text
+
+
+def test_a_first_start_says_starting_until_an_engine_serves() -> None:
+    first = snapshot(status="starting", step=0, durable_step=0, metrics={}, engines=())
+    line = plain_line(view_of(since(first, replace(first, status="running")), [], FACTS))
+    assert line == "1:01 starting  |  engines starting, log: logs/sglang-0.log"
+
+
+def test_a_resumed_run_shows_its_engines_as_they_come_and_its_figures_from_its_first_step_on() -> None:
+    assert "resuming from step 4  |  engines engine-0 joining" in plain_line(view_of(since(LEFT, JOINING), [], FACTS))
+    serving = replace(JOINING, engines=(engine(EngineState.SERVING, 6, since_ms=200),))
+    line = plain_line(view_of(since(LEFT, serving), [0.1] * 4, FACTS, [0.5] * 4))
+    assert line == "1:01 running  |  engines engine-0 serving"
+    stepped = replace(serving, step=5, metrics={**record(5), "time_s": 9.0})
+    assert since(LEFT, stepped) is stepped
+
+
+def test_a_resumed_run_that_had_nothing_left_to_do_shows_its_last_step() -> None:
+    over = replace(LEFT, status="finished")
+    assert since(LEFT, over) is over
+
+
+def test_the_last_frame_does_not_say_how_to_stop() -> None:
+    assert "Ctrl-C" in shown(snapshot())
+    assert "finished, 1:01 ─" in shown(snapshot(), replace(FACTS, hint=""))
 
 
 def test_an_open_ledger_is_not_shown_as_closed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -138,6 +139,7 @@ def test_a_finished_trainer_ends_the_run_with_a_report_and_a_ledger(launch: Call
     assert json.loads((run.folder / "ledger.json").read_text())["status"] == "finished"
     assert "<svg" in (run.folder / "report.html").read_text()
     assert "Finished" in run.text
+    assert "starting  |  engines starting, log: logs/sglang-0.log" in run.text
     assert not [pid for pid in (*run.pids(), *run.redis_pids()) if alive(pid)]
 
 
@@ -247,10 +249,13 @@ def test_a_stop_that_is_asked_for_before_redis_answers_starts_nothing_more(tmp_p
     config.write_text(yaml.safe_dump(tree(tmp_path)))
     plan = plan_new(config, {})
     prepare(plan)
-    session = Session(
-        plan, lambda role: ["/no/such/program", role.name], Settings(), Console(quiet=True), [signal.SIGINT]
-    )
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=110)
+    session = Session(plan, lambda role: ["/no/such/program", role.name], Settings(), terminal, [signal.SIGINT])
     assert session.run() == 130
+    assert isinstance(terminal.file, io.StringIO)
+    frame = terminal.file.getvalue()
+    assert "no step yet" in frame
+    assert "Ctrl-C" not in frame  # the last frame stays on the screen, where there is nothing to stop any more
     assert [file.name for file in plan.logs.iterdir()] == ["redis.log"]
 
 
