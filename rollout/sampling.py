@@ -34,6 +34,7 @@ from rollout.counters import Counters
 from rollout.engines import EnginePool
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+PROBLEM = 300  # characters of what a reward or an episode raised that are told on
 MESSAGE_TOKENS = 64  # of a stream: so many tokens of a sample are lost at most, and a message costs little beside them
 
 

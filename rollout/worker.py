@@ -282,16 +282,8 @@ class Worker:
             return await play_group(self._task, prompt, ids, samples, turns=turns, step_s=step_s, codec=self._codec)
         await draw_group(draw, rollout.samples_per_prompt, self._pool, engine_id, patience_s)
         with draw.span.child("reward", samples=len(draw.samples)):
-            return await rewarded(
-                self._judge,
-                prompt,
-                draw.prompt_ids,
-                draw.samples,
-                codec=self._codec,
-                counters=self.counters,
-                shaping=self._shaping,
-                name=self._task.name,
-            )
+            judge, shaping, name = self._judge, self._shaping, self._task.name
+            return await rewarded(judge, prompt, draw, codec=self._codec, shaping=shaping, name=name)
 
     def _prompt(self, index: int) -> tuple[Prompt, tuple[int, ...]]:
         try:

@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import math
 
-import structlog
-
 from broker.types import Trajectory
 from rollout.agents.endpoint import Endpoint
 from rollout.agents.session import Session
@@ -25,7 +23,6 @@ from rollout.sampling import NoEngine
 from rollout.tasks.types import Prompt
 from rollout.threads import in_thread
 
-LOG = structlog.get_logger()
 GRACE_S = 1.0  # between the end that an agent's loop sets and that of our waiting
 
 
@@ -50,8 +47,7 @@ async def play_agents(
             except (AgentFailed, InvalidAnswer) as error:
                 problem = str(error)
                 break
-        counters.add("episode_failures")
-        LOG.warning("an episode is left out", task=task.name, problem=problem[:300])
+        turns.left_out(task.name, problem)
         return ()
 
     return tuple(trajectory for played in await at_once(episode, samples) for trajectory in played)

@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-import structlog
-
 from broker.types import Trajectory
 from rollout.client import InvalidAnswer
 from rollout.codec import Codec
@@ -26,7 +24,6 @@ from rollout.sampling import NoEngine, Unanswerable
 from rollout.tasks.types import Prompt
 from rollout.threads import in_thread
 
-LOG = structlog.get_logger()
 T = TypeVar("T")
 
 
@@ -62,8 +59,7 @@ async def play_group(
             except (InvalidAnswer, EnvironmentFailed) as error:
                 problem = str(error)
                 break
-        counters.add("episode_failures")
-        LOG.warning("an episode is left out", task=task.name, problem=problem[:300])
+        turns.left_out(task.name, problem)
         return None
 
     done = await at_once(episode, samples)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import structlog
+
 from rollout.client import InvalidAnswer
 from rollout.engines import EnginePool
 from rollout.environments.episode import Episode
-from rollout.sampling import Draw, draw_group
+from rollout.sampling import PROBLEM, Draw, draw_group
+
+LOG = structlog.get_logger()
 
 
 class Interrupted(Exception):
@@ -70,6 +74,12 @@ class Turns:
             self.lost(sum(after.mask) - sum(episode.mask))
             raise Interrupted(f"it would span more than {template.max_versions} versions")
         return after
+
+    def left_out(self, task: str, problem: str) -> None:
+        """An episode of this task is given up: counted, logged, and told to the group, which may fail for it."""
+        self.template.counters.add("episode_failures")
+        self.template.last_error = f"an episode failed: {problem[:PROBLEM]}"
+        LOG.warning("an episode is left out", task=task, problem=problem[:PROBLEM])
 
     def lost(self, tokens: int) -> None:
         """Tokens of an episode that is thrown away."""

@@ -14,50 +14,48 @@ import structlog
 from broker.types import Trajectory
 from rollout.client import Sample
 from rollout.codec import Codec
-from rollout.counters import Counters
 from rollout.rewards.judge import Judge
 from rollout.rewards.pool import RewardFailed, RewardTimeout
 from rollout.rewards.shaping import Shaping
+from rollout.sampling import PROBLEM, Draw
 from rollout.tasks import Prompt, Response
 
 LOG = structlog.get_logger()
 
 
 async def rewarded(
-    judge: Judge,
-    prompt: Prompt,
-    prompt_ids: Sequence[int],
-    samples: Sequence[Sample],
-    *,
-    codec: Codec,
-    counters: Counters,
-    shaping: Shaping | None = None,
-    name: str = "",
+    judge: Judge, prompt: Prompt, draw: Draw, *, codec: Codec, shaping: Shaping | None = None, name: str = ""
 ) -> tuple[Trajectory, ...]:
-    """The trajectories of those samples that got a reward. name: of the task, for the log."""
-    shape = shaping or Shaping()
+    """The trajectories of those samples of `draw` that got a reward; its last_error tells why another got none.
+
+    name: of the task, for the log.
+    """
+    shape, samples = shaping or Shaping(), draw.samples
     responses = [
         Response(text=codec.decode(s.token_ids.tolist()), ids=tuple(s.token_ids.tolist()), finish=s.finish)
         for s in samples
     ]
-    rewards = await asyncio.gather(*(_reward(judge, prompt, one, shape, counters, name) for one in responses))
+    rewards = await asyncio.gather(*(_reward(judge, prompt, one, shape, draw, name) for one in responses))
     return tuple(
-        _trajectory(prompt_ids, sample, reward)
+        _trajectory(draw.prompt_ids, sample, reward)
         for sample, reward in zip(samples, rewards, strict=True)
         if reward is not None
     )
 
 
 async def _reward(
-    judge: Judge, prompt: Prompt, response: Response, shape: Shaping, counters: Counters, name: str
+    judge: Judge, prompt: Prompt, response: Response, shape: Shaping, draw: Draw, name: str
 ) -> float | None:
+    counters = draw.counters
     try:
         reward = await judge.reward(prompt, response)
     except RewardFailed as error:
         if isinstance(error, RewardTimeout):
             counters.add("reward_timeouts")
         counters.add("reward_failures")
-        LOG.warning("a sample got no reward", task=name, problem=str(error)[:300])
+        problem = str(error)[:PROBLEM]
+        draw.last_error = f"a reward failed: {problem}"
+        LOG.warning("a sample got no reward", task=name, problem=problem)
         return None
     if prompt.source:  # the mean reward of a source is the first over the second
         counters.add(f"source_{prompt.source}_reward", reward)

@@ -82,6 +82,7 @@ class LiveView:
     ledger: str
     eta_s: float | None
     facts: ProcessFacts
+    dead_letters: int = 0
 
 
 def since(first: Snapshot, snapshot: Snapshot) -> Snapshot:
@@ -138,6 +139,7 @@ def view_of(
         ),
         eta_s=remaining_s(step_seconds, snapshot.steps_total - snapshot.step) if metrics else None,
         facts=facts,
+        dead_letters=snapshot.dead_letters,
     )
 
 
@@ -209,6 +211,8 @@ def plain_line(view: LiveView) -> str:
         parts.append("ledger closes" if view.closes else "LEDGER OPEN")
         if view.eta_s is not None:
             parts.append(f"{duration(view.eta_s)} left")
+    if view.dead_letters:
+        parts.append(f"{view.dead_letters} dead letters")
     if view.facts.recent_news:
         parts.append(view.facts.recent_news)
     return "  |  ".join(parts)
@@ -238,6 +242,8 @@ def screen(view: LiveView) -> Panel:
     table.add_row("engines", _engines(view))
     mark = "[green]closes[/]" if view.closes else "[bold red]does not close[/]"
     table.add_row("ledger", f"{mark}  [dim]{view.ledger}[/]")
+    if view.dead_letters:
+        table.add_row("dead letters", f"[red]{view.dead_letters}[/]: `lagrange groups list RUN --state dead`")
     table.add_row("monitor", f"[link={view.facts.monitor_url}]{view.facts.monitor_url}[/link]")
     restarts = ", ".join(f"{name} x{count}" for name, count in view.facts.restarts)
     if restarts:

@@ -1,8 +1,7 @@
 """One verdict in words on how the run goes, with the figures it comes from and what to change.
 
 Pure: a snapshot, an earlier one and the last step records go in. The first finding that applies is the verdict, in the
-order unstable, no-gradient, sync-bound, stale, starved, saturated: what endangers learning comes before what only costs
-time.
+order of `Verdict`: what endangers learning comes before what only costs time.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from services.monitor.figures import (
     admission_wait_share,
     capacity,
     dropped_share,
+    failed_share,
     filtered_share,
     in_flight,
     mean,
@@ -34,6 +34,7 @@ class Verdict(StrEnum):
     """What the run suffers from."""
 
     UNSTABLE = "unstable"
+    FAILING = "failing"
     NO_GRADIENT = "no-gradient"
     SYNC_BOUND = "sync-bound"
     STALE = "stale"
@@ -50,6 +51,7 @@ class Bands(BaseModel):
     blocked_share: float = 0.5
     engine_wait_share: float = 0.5
     stale_share: float = 0.05
+    failed_share: float = 0.5
     filtered_share: float = 0.9
     behind_published_intervals: float = 2.0
     update_seconds: float = 10.0
@@ -83,6 +85,7 @@ def diagnose(now: Snapshot, before: Snapshot | None, records: Records, bands: Ba
     figures = figures_of(now, before, records)
     tests: tuple[Callable[[Snapshot, Mapping[str, float | None], Bands], Finding | None], ...] = (
         _unstable,
+        _failing,
         _no_gradient,
         _sync_bound,
         _stale,
@@ -115,6 +118,7 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
         "admission_blocked_share": admission_wait_share(now, before, HELD_BACK),
         "engine_wait_share": admission_wait_share(now, before if _served(before) else None, ["engine"]),
         "stale_share": stale_share(now, before),
+        "failed_share": failed_share(now, before),
         "filtered_share": filtered_share(records),
         "dropped_share": dropped_share(now, before),
         "engine_behind_published_max": float(max(now.published - e.version for e in routable)) if routable else None,
@@ -157,6 +161,16 @@ def _unstable(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Fi
         ),
     ]
     return next((Finding(verdict=Verdict.UNSTABLE, because=b, change=c) for hit, b, c in out if hit), None)
+
+
+def _failing(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+    if not _above(f["failed_share"], bands.failed_share):
+        return None
+    return Finding(
+        verdict=Verdict.FAILING,
+        because=f"{_percent(f['failed_share'])} of the finished groups failed",
+        change="`lagrange groups list RUN --state dead` has the reasons, the workers' logs more of them",
+    )
 
 
 def _no_gradient(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:

@@ -139,11 +139,21 @@ def filtered_share(records: Sequence[Mapping[str, object]]) -> float | None:
 
 def dropped_share(now: Snapshot, before: Snapshot | None) -> float | None:
     """Share of the finished groups since `before` that workers dropped as their rewards were equal."""
-    dropped, accepted = (
-        now.counters.get(name, 0.0) - (before.counters.get(name, 0.0) if before is not None else 0.0)
-        for name in ("groups_filtered_by_workers", "groups_accepted")
-    )
+    dropped, accepted = (_since(before, now, name) for name in ("groups_filtered_by_workers", "groups_accepted"))
     return dropped / (dropped + accepted) if dropped + accepted >= ENOUGH_GROUPS else None
+
+
+def failed_share(now: Snapshot, before: Snapshot | None) -> float | None:
+    """Share of the finished groups since `before` that failed at their workers; None below ENOUGH_GROUPS."""
+    ends = ("groups_failed", "groups_filtered_by_workers", "groups_accepted")
+    failed, *others = (_since(before, now, name) for name in ends)
+    finished = failed + sum(others)
+    return failed / finished if finished >= ENOUGH_GROUPS else None
+
+
+def _since(before: Snapshot | None, now: Snapshot, name: str) -> float:
+    """What a running total grew by; before None: all of it."""
+    return now.counters.get(name, 0.0) - (before.counters.get(name, 0.0) if before is not None else 0.0)
 
 
 def capacity(snapshot: Snapshot) -> int:

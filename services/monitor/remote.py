@@ -87,4 +87,5 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
         ),
         eta_s=remaining_s(seconds, total - steps),
         facts=ProcessFacts(elapsed or 0.0, url, "", news=o["diagnosis"]["headline"], hint=hint),
+        dead_letters=staleness["dead_letters"],
     )

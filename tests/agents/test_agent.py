@@ -111,6 +111,8 @@ async def test_an_agent_that_fails_costs_its_episode_and_is_counted(
     worker = worker_of(name, parameters)
     async with working(worker):
         await until(lambda: worker.counters.totals().get("failed_groups", 0) >= 2)
+        await until(lambda: run.broker.snapshot().dead_letters >= 1)
+    assert all("samples, 1 needed; an episode failed: " in letter["reason"] for letter in run.broker.dead_letters())
     assert worker.counters.totals()["episode_failures"] >= 4
     assert "worker_faults" not in worker.counters.totals()
     run.assert_closed()

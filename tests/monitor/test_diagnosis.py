@@ -124,6 +124,24 @@ def test_equal_groups_that_workers_drop_before_they_are_trained_are_seen_too() -
     assert "workers drop 96 % of their groups: their rewards are all equal" in found.headline
 
 
+def counted(snapshot: Snapshot, failed: int, accepted: int) -> Snapshot:
+    return replace(snapshot, counters={"groups_failed": float(failed), "groups_accepted": float(accepted)})
+
+
+def test_groups_that_fail_are_the_verdict_and_it_says_where_their_reasons_are() -> None:
+    found = diagnose(counted(RUNNING, 401, 0), counted(EARLIER, 101, 0), [{**CALM[0], "wait_s": 0.9}])
+    assert [finding.verdict for finding in found.findings] == [Verdict.FAILING, Verdict.STARVED]
+    assert "100 % of the finished groups failed" in found.headline
+    assert "`lagrange groups list RUN --state dead`" in found.headline
+    assert "worker" in found.headline
+    assert diagnose(counted(RUNNING, 401, 0), None, []).verdict is Verdict.FAILING
+
+
+def test_failures_that_are_old_or_few_are_no_finding() -> None:
+    for now, before in (((401, 400), (401, 200)), ((19, 0), (0, 0)), ((40, 60), (0, 0))):
+        assert diagnose(counted(RUNNING, *now), counted(EARLIER, *before), CALM).verdict is Verdict.HEALTHY
+
+
 def test_a_policy_that_falls_apart_comes_before_rewards_that_are_equal() -> None:
     verdicts = [f.verdict for f in diagnose(RUNNING, EARLIER, filtered(16, 16, ess=0.1, wait_s=0.9)).findings]
     assert verdicts == [Verdict.UNSTABLE, Verdict.NO_GRADIENT, Verdict.STARVED]

@@ -321,6 +321,8 @@ class Awkward:
 
     def reward(self, prompt: Prompt, response: Response) -> float:
         self.calls += 1
+        if self.how == "always":
+            raise ZeroDivisionError("division by zero " + "x" * 1000)
         if self.calls % 2 and self.how == "raise":
             raise ZeroDivisionError
         if self.calls % 2 and self.how == "nan":
@@ -340,6 +342,16 @@ async def test_a_reward_that_misbehaves_costs_its_sample_only(
         await until(lambda: ready(run.broker) == 4)
     assert [len(group.trajectories) for group in ready_groups(run, 2)] == [1, 1]
     assert worker.counters.totals()["reward_failures"] == 4
+
+
+async def test_a_group_that_failed_for_its_rewards_says_why(run: Run, folder: Path, make_config: ConfigFactory) -> None:
+    async with working(make_worker(make_config(), run.broker, folder, task=Awkward("always"))):
+        await until(lambda: run.broker.snapshot().dead_letters >= 1)
+    for letter in run.broker.dead_letters():
+        assert letter["reason"].startswith(
+            "0 of 2 samples, 1 needed; a reward failed: ZeroDivisionError: division by zero "
+        )
+        assert len(letter["reason"]) < 400
 
 
 @pytest.mark.parametrize("how", ["prompt", "long", "vocabulary"])

@@ -230,6 +230,14 @@ def test_the_plain_line_holds_the_same_facts_and_the_news() -> None:
     assert "\n" not in line
 
 
+def test_dead_letters_are_shown_when_there_are_any_also_before_the_first_step() -> None:
+    stuck = snapshot(dead_letters=74, metrics={}, status="running")
+    assert "74 dead letters" in plain_line(view_of(stuck, [], FACTS))
+    assert "74 dead letters" in plain_line(view_of(snapshot(dead_letters=74), [0.5], FACTS))
+    assert "74: `lagrange groups list RUN --state dead`" in shown(stuck)
+    assert "dead" not in plain_line(view_of(snapshot(), [0.5], FACTS)) + shown(snapshot())
+
+
 def engine(state: EngineState, version: int, since_ms: int) -> EngineRecord:
     return EngineRecord("engine-0", "http://127.0.0.1:30000", state, version, since_ms=since_ms)
 
