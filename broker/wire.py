@@ -4,15 +4,17 @@ Invariant: `decode(encode(group), run)` equals the group bit for bit, without co
 missing byte, other schema or other run is an error that says which. Never pickle.
 
 Layout, little-endian: magic "LGRG" | schema u16 | codec u8 | 0 u8 | header bytes u32 | body bytes u64 (as stored) |
-xxh3-64 u64 of all other bytes | header | padding to 16 | body. The header is the `Group` itself in msgpack, with an
-`ArrayInfo` for each array, which lies in the body at a multiple of 16. A field that is added to a group or trajectory
-has a default: releases that do not know it pass it over, and one that does reads what they wrote. Codecs: 0 raw; 1 zstd
-of the body, if the package `zstandard` is installed.
+xxh3-64 u64 of all other bytes | header | padding to 16 | body. The header is a `Header` in msgpack; in the body, at a
+multiple of 16, lie the arrays of one field of all samples, one after the other: what a sample costs is a slice. A field
+that is added to a header has a default: releases that do not know it pass it over, and one that does reads what they
+wrote. Codecs: 0 raw; 1 zstd of the body, if the package `zstandard` is installed.
 """
 
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Literal, cast
 
 import msgspec
@@ -22,9 +24,9 @@ import xxhash
 
 from broker.commands import Payload
 from broker.errors import CorruptPayload, SchemaMismatch, WrongRun
-from broker.types import Group
+from broker.types import Group, InvalidTrajectory, Trajectory, VersionRun
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAGIC = b"LGRG"
 Codec = Literal["raw", "zstd"]
 _CODECS: dict[Codec, int] = {"raw": 0, "zstd": 1}
@@ -41,15 +43,34 @@ _DTYPES = {
     "u1": np.dtype("u1"),
     "u2": np.dtype("<u2"),
 }
+_FIELDS = ("prompt_ids", "response_ids", "log_probs", "loss_mask", "routes")
 _NAMES = {native.newbyteorder("="): name for name, native in _DTYPES.items()}
 
 
-class ArrayInfo(msgspec.Struct, array_like=True, frozen=True):
-    """One array in the body."""
+class Column(msgspec.Struct, array_like=True, frozen=True):
+    """A field of all samples in the body. rows: its first dimension in each, 0 where there is none; row: the others."""
 
     dtype: str
-    shape: tuple[int, ...]
+    row: tuple[int, ...]
+    rows: tuple[int, ...]
     offset: int
+
+
+class Header(msgspec.Struct, frozen=True):
+    """A group without its samples, then what each sample has, in their order."""
+
+    group: Group
+    rewards: tuple[float, ...]
+    finishes: tuple[str, ...]
+    versions: tuple[tuple[VersionRun, ...], ...]
+    prompt_ids: Column
+    response_ids: Column
+    log_probs: Column
+    loss_mask: Column
+    routes: Column
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Header)
 
 
 def encode(group: Group, codec: Codec = "raw") -> bytes:
@@ -58,26 +79,42 @@ def encode(group: Group, codec: Codec = "raw") -> bytes:
 
 
 def pieces(group: Group, codec: Codec = "raw") -> Payload:
-    """The same bytes, as views of the group's arrays: keep the group unchanged until they are sent."""
+    """The same bytes, as views of the group's arrays: keep the group unchanged until they are sent.
+
+    Raises InvalidTrajectory if a field has several dtypes, or rows of several shapes.
+    """
+    samples = group.trajectories
     parts: list[Any] = []
     at = 0
 
-    def place(array: npt.NDArray[Any] | np.generic) -> object:
+    def place(field: str) -> Column:
         nonlocal at
-        if isinstance(array, np.generic):
-            return array.item()  # a reward, say
-        name = _NAMES[array.dtype]
-        little = np.ascontiguousarray(array, _DTYPES[name])
-        info = ArrayInfo(name, little.shape, at)
-        if little.nbytes:
-            parts.append(little.data.cast("B"))
-        padding = -little.nbytes % _ALIGN
-        if padding:
+        arrays = [array for sample in samples if (array := getattr(sample, field)) is not None]
+        if not arrays:
+            return Column("u1", (), (0,) * len(samples), at)
+        dtype, row, offset = arrays[0].dtype, arrays[0].shape[1:], at
+        little = _DTYPES[_NAMES[dtype]]
+        for array in arrays:
+            if array.dtype != dtype or array.shape[1:] != row:
+                raise InvalidTrajectory(f"group {group.group_id}: its samples have {field} of several dtypes or shapes")
+            if array.nbytes:
+                parts.append(np.ascontiguousarray(array, little))
+                at += array.nbytes
+        if padding := -at % _ALIGN:
             parts.append(bytes(padding))
-        at += little.nbytes + padding
-        return info
+            at += padding
+        rows = [0 if array is None else len(array) for array in (getattr(sample, field) for sample in samples)]
+        return Column(_NAMES[dtype], row, tuple(rows), offset)
 
-    header = msgspec.msgpack.encode(group, enc_hook=place)
+    header = _ENCODER.encode(
+        Header(
+            replace(group, trajectories=()),
+            tuple(float(sample.reward) for sample in samples),
+            tuple(sample.finish for sample in samples),
+            tuple(sample.versions for sample in samples),
+            *map(place, _FIELDS),
+        )
+    )
     if codec == "zstd":
         parts = [_zstd().ZstdCompressor(level=1).compress(b"".join(parts))]
         at = len(parts[0])
@@ -87,6 +124,8 @@ def pieces(group: Group, codec: Codec = "raw") -> Payload:
     size = _FIXED + len(header) + padding + at
     if size < SMALL:
         parts = [b"".join(parts)]
+    else:
+        parts = [part.data.cast("B") if isinstance(part, np.ndarray) else part for part in parts]
     digest = xxhash.xxh3_64(head)
     for part in parts:
         digest.update(part)
@@ -134,15 +173,8 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
     elif codec != _CODECS["raw"]:
         raise SchemaMismatch(f"payload of group {group_id} has codec {codec}, which this program does not know")
 
-    def array(_: type, found: Any) -> npt.NDArray[Any]:
-        info = msgspec.convert(found, ArrayInfo)
-        if min((info.offset, *info.shape)) < 0:  # numpy takes -1 for "as many as there are"
-            raise ValueError(f"an array of shape {info.shape} at {info.offset}")
-        dtype = _DTYPES[info.dtype]
-        return np.empty(info.shape, dtype) if 0 in info.shape else np.ndarray(info.shape, dtype, body, info.offset)
-
     try:
-        group = msgspec.msgpack.decode(view[_FIXED : _FIXED + header_size], type=Group, dec_hook=array)
+        group = _group(_DECODER.decode(view[_FIXED : _FIXED + header_size]), body)
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise CorruptPayload(group_id, f"malformed: {error}") from error
     if group.run != run:
@@ -150,6 +182,30 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
     if group_id >= 0 and group.group_id != group_id:
         raise CorruptPayload(group_id, f"it holds group {group.group_id}")
     return group
+
+
+def _group(header: Header, body: memoryview | bytes) -> Group:
+    """Raises ValueError, TypeError, KeyError or OverflowError if the header does not fit itself or the body."""
+
+    def arrays(column: Column) -> list[npt.NDArray[Any]]:
+        if min((column.offset, *column.row, *column.rows)) < 0:  # numpy takes -1 for "as many as there are"
+            raise ValueError(f"{column.rows} rows of shape {column.row} at {column.offset}")
+        shape, dtype = (sum(column.rows), *column.row), _DTYPES[column.dtype]
+        whole = np.ndarray(shape, dtype, body, column.offset) if 0 not in shape else np.empty(shape, dtype)
+        return [whole[end - rows : end] for rows, end in zip(column.rows, accumulate(column.rows), strict=True)]
+
+    samples = zip(
+        arrays(header.prompt_ids),
+        arrays(header.response_ids),
+        arrays(header.log_probs),
+        arrays(header.loss_mask),
+        header.versions,
+        header.rewards,
+        header.finishes,
+        (routes if len(routes) else None for routes in arrays(header.routes)),
+        strict=True,
+    )
+    return replace(header.group, trajectories=tuple(Trajectory(*sample) for sample in samples))
 
 
 def _zstd() -> Any:

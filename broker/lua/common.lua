@@ -27,8 +27,8 @@
 --   engines, versions, workers (hashes of JSON), workers_seen (zset), counters (hash)
 local function k(name) return KEYS[1] .. name end
 local POLICY = k('policy')
--- Numbers above 1e14 keep all digits; a negative zero, which Redis refuses, becomes 0.
-local function int(x) return x == 0 and '0' or string.format('%.0f', x) end
+-- Numbers above 1e14 keep all digits; a negative zero, which Redis refuses, becomes 0, a fraction is cut off.
+local function int(x) return string.format('%d', x) end
 local function hash(key)
   local list, out = redis.call('HGETALL', key), {}
   for i = 1, #list, 2 do out[list[i]] = list[i + 1] end

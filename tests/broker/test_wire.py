@@ -21,10 +21,11 @@ from broker.types import Group, InvalidTrajectory, Trajectory, VersionRun, check
 
 
 @st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
+def trajectories(draw: st.DrawFn, kind: Any) -> Trajectory:
+    """kind: dtype of the routes, for one model routes alike; a sample may be without them."""
     prompt, response = draw(st.integers(1, 9)), draw(st.integers(1, 17))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kind: Any = draw(st.sampled_from([None, np.uint8, np.uint16]))
+    kind = draw(st.sampled_from([None, kind]))
     cut = draw(st.integers(0, response - 1))
     runs = [(0, cut, 3), (cut, response - cut, 5)] if cut else [(0, response, 5)]
     return Trajectory(
@@ -50,7 +51,9 @@ groups = st.builds(
     engine=st.text(max_size=9),
     samples_wanted=st.integers(1, 64),
     generation_seconds=st.floats(0, 1e6),
-    trajectories=st.lists(trajectories(), min_size=1, max_size=4).map(tuple),
+    trajectories=st.sampled_from([np.uint8, np.uint16]).flatmap(
+        lambda kind: st.lists(trajectories(kind), min_size=1, max_size=4).map(tuple)
+    ),
     trace=st.sampled_from(["", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]),
 )
 
@@ -124,8 +127,8 @@ def test_a_payload_of_another_run_schema_or_group_says_so() -> None:
         wire.decode(message, "other")
     with pytest.raises(CorruptPayload, match="holds group 7"):
         wire.decode(message, "run", 8)
-    with pytest.raises(SchemaMismatch, match="schema 3"):
-        wire.decode(message[:4] + b"\x03\x00" + message[6:], "run")
+    with pytest.raises(SchemaMismatch, match="schema 9"):
+        wire.decode(message[:4] + b"\x09\x00" + message[6:], "run")
     with pytest.raises(CorruptPayload, match="not a trajectory group"):
         wire.decode(b"\x80\x04pickle" * 9, "run")
 
@@ -137,13 +140,12 @@ def test_the_checksum_is_the_message_s_own() -> None:
 
 
 def forged(codec: int = 0, **changes: Any) -> bytes:
-    """The example with another header of its first array, and a checksum that is right all the same."""
+    """The example with another header of its prompts, and a checksum that is right all the same."""
 
     def lie(header: bytes) -> bytes:
-        group = msgspec.msgpack.decode(header)
-        first = msgspec.convert(group["trajectories"][0]["prompt_ids"], wire.ArrayInfo)
-        group["trajectories"][0]["prompt_ids"] = msgspec.structs.replace(first, **changes)
-        return msgspec.msgpack.encode(group)
+        fields = msgspec.msgpack.decode(header)
+        column = msgspec.convert(fields["prompt_ids"], wire.Column)
+        return msgspec.msgpack.encode(fields | {"prompt_ids": msgspec.structs.replace(column, **changes)})
 
     return with_header(lie, codec)
 
@@ -161,10 +163,14 @@ def with_header(change: Callable[[bytes], bytes], codec: int = 0) -> bytes:
 
 def test_a_group_of_a_release_that_knows_fewer_or_more_fields_is_read() -> None:
     def older(header: bytes) -> bytes:
-        return msgspec.msgpack.encode({k: v for k, v in msgspec.msgpack.decode(header).items() if k != "trace"})
+        fields = msgspec.msgpack.decode(header)
+        del fields["group"]["trace"]
+        return msgspec.msgpack.encode(fields)
 
     def newer(header: bytes) -> bytes:
-        return msgspec.msgpack.encode({**msgspec.msgpack.decode(header), "later": "of a later release"})
+        fields = msgspec.msgpack.decode(header)
+        fields["group"]["later"] = fields["later"] = "of a later release"
+        return msgspec.msgpack.encode(fields)
 
     assert wire.decode(with_header(older), "run").trace == ""
     assert wire.decode(with_header(newer), "run").group_id == example().group_id
@@ -179,11 +185,15 @@ def test_a_reward_of_numpy_comes_back_as_a_number_and_a_truth_value_is_none() ->
 
 
 LIES: list[dict[str, Any]] = [
-    {"shape": (2**62, 2)},
-    {"shape": (2**64 - 1,)},
-    {"shape": (-1, -3)},
-    {"shape": (-1,)},
-    {"shape": ("many",)},
+    {"rows": (2**62,)},
+    {"rows": (2**64 - 1,)},
+    {"rows": (2,), "row": (2**62,)},
+    {"rows": (-1,), "row": (-3,)},
+    {"rows": (-1,)},
+    {"rows": ("many",)},
+    {"rows": ()},
+    {"rows": (1, 1)},
+    {"rows": None},
     {"offset": None},
     {"offset": -16},
     {"offset": 2**64 - 1},
@@ -198,6 +208,18 @@ def test_a_header_that_lies_under_a_right_checksum_is_a_corrupt_payload(lie: dic
     assert wire.decode(forged(), "run").trajectories
     with pytest.raises(CorruptPayload):
         wire.decode(forged(**lie), "run", 7)
+
+
+def test_routes_of_several_shapes_or_dtypes_are_no_group() -> None:
+    sample = example().trajectories[0]
+    routed = [
+        replace(sample, routes=np.zeros((4, *shape), kind))
+        for shape, kind in (((2, 3), np.uint8), ((2, 4), np.uint8), ((2, 3), np.uint16))
+    ]
+    assert wire.encode(replace(example(), trajectories=(sample, routed[0], routed[0])))
+    for other in routed[1:]:
+        with pytest.raises(InvalidTrajectory, match="routes of several dtypes or shapes"):
+            wire.encode(replace(example(), trajectories=(routed[0], other)))
 
 
 def test_an_array_without_a_dimension_is_an_invalid_trajectory() -> None:
