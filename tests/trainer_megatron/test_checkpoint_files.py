@@ -118,6 +118,38 @@ def test_a_checkpoint_finished_while_the_successor_started_is_set_aside(policy: 
     assert (kept / "manifest.json").is_file()
 
 
+def test_of_checkpoints_that_were_set_aside_the_newest_stays_once_a_later_one_is_durable(
+    policy: Any, tmp_path: Path
+) -> None:
+    for epoch, steps in ((9, (20, 30, 40)), (10, (30, 50))):  # by their names epoch 10 would come before epoch 9
+        for step in steps:
+            save_checkpoint(policy, tmp_path, TrainingState(step, step, (), 0, "hash", epoch=epoch - 1), keep=9)
+        take_over(tmp_path, epoch, 20)
+    assert len(list(tmp_path.glob("superseded-*-by-10"))) == 2  # none goes before there is a later one
+    save_checkpoint(policy, tmp_path, TrainingState(60, 60, (), 0, "hash", epoch=10), keep=9)
+    assert [path.name for path in tmp_path.glob("superseded-*")] == ["superseded-step-00000050-by-10"]
+
+
+@pytest.mark.parametrize("name", ["step-00000040.bak", "step-0000040", "step-00000040-copy", "step-000000040"])
+def test_a_copy_under_another_name_is_no_checkpoint(policy: Any, tmp_path: Path, name: str) -> None:
+    save(policy, tmp_path, 40, keep=2)
+    (tmp_path / "step-00000040").rename(tmp_path / name)
+    assert latest(tmp_path) is None
+    assert take_over(tmp_path, 2, 0) == []
+    for step in (41, 42, 43):
+        save_checkpoint(policy, tmp_path, TrainingState(step, step, (), 0, "hash", epoch=2), keep=2)
+    assert (tmp_path / name / "manifest.json").is_file()
+    assert sorted(path.name for path in tmp_path.glob("step-0000004[1-3]")) == ["step-00000042", "step-00000043"]
+
+
+def test_steps_beyond_eight_digits_are_in_order(policy: Any, tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        save(policy, tmp_path, step, keep=1)
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.name == "step-100000000"
+
+
 def test_a_successor_writes_beside_one_of_the_same_step(policy: Any, tmp_path: Path) -> None:
     take_over(tmp_path, 1, 0)
     stale = checkpoint.stage_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=1), keep=3)

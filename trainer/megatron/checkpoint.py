@@ -5,11 +5,13 @@ manifest, which is written last, before a rename makes the folder visible. A tor
 one before. And it belongs to the history that goes on: after `take_over` no trainer of another epoch finishes one.
 
     root/epoch              the trainer that may write here: who took over last
-    root/superseded-...     a checkpoint beyond the one from which a successor went on
+    root/superseded-...     the newest checkpoint beyond the one from which a successor went on; older ones are deleted
     root/step-00000020/     tensors by megatron's dist_checkpointing (torch_dist: any layout can read the weights)
         state.json          TrainingState and the layout
         rank-00000.safetensors  what each rank alone reads: random generators, its part of a distributed optimizer
         manifest.json       sizes and checksums of all of the above
+
+Folders of any other name are nobody's: never resumed from, never deleted.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +36,8 @@ from trainer.megatron.safetensors_file import MANIFEST, checksum, sync_folder, v
 
 _STATE = "state.json"
 _OWNER = "epoch"
-_PREFIX = "step-"
+_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})")
+_SUPERSEDED = re.compile("superseded-step-([0-9]+)-by-([0-9]+)")
 _FORMAT = 2
 
 
@@ -59,16 +63,16 @@ def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, k
     """Copy weights, optimizer and RNG to memory now; what is returned writes root/step-<step>.
 
     Called on every rank alike. The function is collective over `policy.parallel.writers` and may run on any thread: the
-    folder is durable (fsync) when it returns it; of the checkpoints up to this step all but `keep` are removed, one of
-    the same step is replaced. It raises OSError on every rank, with the earlier checkpoints untouched, if one rank
-    cannot write, or if another trainer took over.
+    folder is durable (fsync) when it returns it; of the checkpoints up to this step all but `keep` are removed, of
+    those set aside all but the newest, and one of the same step is replaced. It raises OSError on every rank, with
+    the earlier checkpoints untouched, if one rank cannot write, or if another trainer took over.
     """
     from trainer.megatron import checkpoint_io  # after compat.install, which `parallel` calls
 
     staged = checkpoint_io.stage_tensors(policy)
     document = {"format": _FORMAT, "state": dataclasses.asdict(state), "layout": layout_of(policy)}
     ranks = policy.parallel
-    folder = root / f"{_PREFIX}{state.step:08d}"
+    folder = root / f"step-{state.step:08d}"
     aside = root / f".{folder.name}.{state.epoch}.partial"  # a successor's of the same step is another folder
 
     def write() -> Path:
@@ -148,9 +152,11 @@ def _finish(aside: Path, folder: Path, document: dict[str, Any], files: dict[str
         shutil.rmtree(folder)
     aside.rename(folder)
     sync_folder(folder.parent)
+    step = document["state"]["step"]
     # Folders of later steps are broken, or `latest` would have resumed from them: they must not push this one out.
-    for old in [path for path in _folders(folder.parent) if path.name <= folder.name][keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    old = [path for at, path in _checkpoints(folder.parent) if at <= step][keep:]
+    for path in [*old, *_superseded(folder.parent)[1:]]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def take_over(root: Path, epoch: int, step: int) -> list[Path]:
@@ -169,8 +175,8 @@ def take_over(root: Path, epoch: int, step: int) -> list[Path]:
         raise OSError(f"checkpoints cannot be written to {root}: {error}") from error
     _remove_unfinished(root)
     aside = []
-    for folder in _folders(root):
-        if folder.name > f"{_PREFIX}{step:08d}":
+    for at, folder in _checkpoints(root):
+        if at > step:
             aside.append(folder.rename(root / f"superseded-{folder.name}-by-{epoch}"))
             structlog.get_logger(__name__).warning("checkpoint.superseded", folder=str(aside[-1]), resumed_from=step)
     return aside
@@ -192,16 +198,25 @@ def _remove_unfinished(root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _folders(root: Path) -> list[Path]:
-    """Checkpoints of root, newest first."""
-    if not root.is_dir():
-        return []
-    return sorted((path for path in root.iterdir() if path.name.startswith(_PREFIX)), reverse=True)
+def _checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of the checkpoints of root, whole or not, newest first."""
+    named = [(match, path) for path in _listed(root) if (match := _NAME.fullmatch(path.name))]
+    return sorted(((int(match[1]), path) for match, path in named), reverse=True)
+
+
+def _superseded(root: Path) -> list[Path]:
+    """What `take_over` set aside, newest first."""
+    named = [(match, path) for path in _listed(root) if (match := _SUPERSEDED.fullmatch(path.name))]
+    return [path for _, _, path in sorted(((int(m[2]), int(m[1]), path) for m, path in named), reverse=True)]
+
+
+def _listed(root: Path) -> list[Path]:
+    return list(root.iterdir()) if root.is_dir() else []
 
 
 def latest(root: Path) -> Path | None:
     """The newest complete checkpoint of root, or None. Broken ones are logged and passed over. Not collective."""
-    for folder in _folders(root):
+    for _, folder in _checkpoints(root):
         problems = verify_manifest(folder)
         if not problems:
             return folder
