@@ -1,16 +1,21 @@
 """Every field of a configuration by its dotted name: what it may be, its default and its meaning.
 
-Invariant: a pure function of the schema, so that nothing is described twice.
+Invariant: pure functions of the schema, so that nothing is described twice: `lagrange schema` and the messages of
+configs/load.py say the same of a field.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import RunConfig
+from configs.sections.section import ALLOWED
+
+Place = Sequence[str | int]  # keys and indices from the root: ("evaluation", "tasks", 0, "samples")
 
 KINDS = {
     "integer": "whole number",
@@ -20,11 +25,12 @@ KINDS = {
     "object": "names and values",
 }
 LIMITS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "above",
-    "maximum": "at most",
-    "exclusiveMaximum": "below",
-    "multipleOf": "a multiple of",
+    "minimum": "at least {:.12g}",
+    "exclusiveMinimum": "above {:.12g}",
+    "maximum": "at most {:.12g}",
+    "exclusiveMaximum": "below {:.12g}",
+    "multipleOf": "a multiple of {:.12g}",
+    "maxLength": "at most {} characters",
 }
 HUGE = 2**31 - 1  # a limit of this size is none that anybody meets
 
@@ -45,11 +51,47 @@ def fields() -> list[FieldInfo]:
     return list(_walk(schema, schema["$defs"], ""))
 
 
+def allowed(place: Place) -> str:
+    """What may be at a place, in words; "" if nothing may."""
+    part = _at(place)
+    if "properties" in part:
+        return f"section with {', '.join(part['properties'])}"
+    return " or ".join(map(_kind, _choices(part))) if part else ""
+
+
+def nearest(place: Place) -> str:
+    """The field that was probably meant by a place that there is not; "" if none is like it.
+
+    One of the same section that is spelled alike, else those of other sections that are spelled the same.
+    """
+    *section, key = place
+    if close := difflib.get_close_matches(str(key), _at(section).get("properties", ()), 1):
+        return ".".join(map(str, (*section, close[0])))
+    return " or ".join(field.name for field in fields() if field.name.rpartition(".")[2] == key)
+
+
+def _at(place: Place) -> Mapping[str, Any]:
+    """What the schema says of a place, empty if there is none such."""
+    schema = RunConfig.model_json_schema()
+    part: Mapping[str, Any] = schema
+    for step in place:
+        known = part.get("properties", {})
+        found = part.get("items") if isinstance(step, int) else known.get(step, part.get("additionalProperties"))
+        choice = _choices(found)[0] if isinstance(found, Mapping) else {}
+        part = schema["$defs"][_reference(choice)] if _reference(choice) else choice
+    return part
+
+
+def _choices(field: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a field may be besides null."""
+    return [choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null"]
+
+
 def _walk(section: Mapping[str, Any], parts: Mapping[str, Any], prefix: str) -> Iterator[FieldInfo]:
     required = set(section.get("required", ()))
     for key, field in section["properties"].items():
         name, meaning = prefix + key, str(field.get("description", ""))
-        choices = [choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null"]
+        choices = _choices(field)
         inner = next((part for choice in choices if (part := _part(choice))), None)
         if inner is None:
             default = "" if key in required else _shown(field.get("default", {}))
@@ -65,8 +107,11 @@ def _walk(section: Mapping[str, Any], parts: Mapping[str, Any], prefix: str) -> 
 
 def _part(field: Mapping[str, Any]) -> str:
     """The section that a field holds, alone or in a list; "" if it holds none."""
-    reference = field.get("$ref") or field.get("items", {}).get("$ref", "")
-    return str(reference).rpartition("/")[2]
+    return _reference(field) or _reference(field.get("items", {}))
+
+
+def _reference(field: Mapping[str, Any]) -> str:
+    return str(field.get("$ref", "")).rpartition("/")[2]
 
 
 def _kind(field: Mapping[str, Any]) -> str:
@@ -74,9 +119,11 @@ def _kind(field: Mapping[str, Any]) -> str:
         return ", ".join(map(str, field["enum"]))
     if field.get("type") == "array":
         return f"list of {_kind(field.get('items', {}))}"
+    if ALLOWED in field:
+        return str(field[ALLOWED])
     kind = "path" if field.get("format") == "path" else KINDS.get(str(field.get("type")), "anything")
     return ", ".join(
-        [kind, *(f"{words} {field[key]:g}" for key, words in LIMITS.items() if field.get(key, HUGE) < HUGE)]
+        [kind, *(words.format(field[key]) for key, words in LIMITS.items() if field.get(key, HUGE) < HUGE)]
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from configs.fields import allowed, nearest
 from configs.schema import RunConfig
 
 
@@ -35,8 +36,10 @@ def load_config(path: Path, overrides: dict[str, Any] | None = None) -> RunConfi
         raise ConfigError(f"{path}: not text in UTF-8 (byte {error.start}). Save it as UTF-8.") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if tree is None:
+        raise ConfigError(f"{path}: it is empty. Begin with a copy of configs/local.yaml.")
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections (run, lag, model, ...), found {type(tree).__name__}")
+        raise ConfigError(f"{path}: expected sections (run, lag, model, ...), found {_shown(tree)}.")
     for dotted, value in (overrides or {}).items():
         _assign(tree, dotted, value)
     return validated(tree, str(path))
@@ -47,7 +50,8 @@ def validated(tree: Any, where: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "\n".join(_explain(item) for item in error.errors())) from error
+        problems = [problem for item in error.errors() for problem in _explain(item).splitlines()]
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems)) from error
 
 
 def parse_yaml(text: str) -> Any:
@@ -56,6 +60,11 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark
+        where = f"line {at.line + 1}, column {at.column + 1}: " if at else ""
+        tab = ". Indent with spaces, not with tabs." if "\\t" in str(error.problem) else ""
+        raise ValueError(f"{where}{error.problem}{tab}") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
@@ -109,12 +118,29 @@ def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _explain(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"]) or "configuration"
-    if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key. Remove it, or look up its name with `lagrange schema`."
-    if item["type"] == "missing":
-        return f"{where}: missing. Add it."
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "value_error":  # a sentence of our own, which shows what may be shown
-        return message if where == "configuration" else f"{where}: {message}"
-    return f"{where}: {message} (got {item.get('input')!r})"
+    """One problem that pydantic found, in a line; those that configs/rules.py found, a line each."""
+    place, kind = item["loc"], item["type"]
+    where = ".".join(map(str, place))
+    if kind == "value_error":  # of our own, which shows what may be shown
+        message = str(item["ctx"]["error"])
+        return f"{where}: {message}" if where else message
+    if kind in ("extra_forbidden", "invalid_key"):
+        meant = nearest(place)
+        return f"{where}: unknown key. " + (
+            f"Did you mean {meant}?" if meant else "Remove it, or look up its name with `lagrange schema`."
+        )
+    if kind == "missing":
+        return f"{where}: missing. Add it: {allowed(place)}."
+    bare = " without quotes" if kind == "string_type" and not isinstance(item["input"], dict | list | None) else ""
+    return f"{where}: {_shown(item['input'])}{bare} is not allowed here. It may be: {allowed(place)}."
+
+
+def _shown(value: Any) -> str:
+    """A value that was refused, short and without the password that an address may hold."""
+    if value is None:
+        return "an empty value"
+    if isinstance(value, dict | list):
+        return "a list" if isinstance(value, list) else "a section"
+    if isinstance(value, str):
+        return "this text" if "@" in value or len(value) > 80 else repr(value)
+    return str(value)

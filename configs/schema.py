@@ -84,8 +84,6 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        for rule in CROSS_FIELD_RULES:
-            problem = rule(self)
-            if problem:
-                raise ValueError(problem)
+        if problems := [problem for rule in CROSS_FIELD_RULES for problem in rule(self)]:
+            raise ValueError("\n".join(problems))
         return self

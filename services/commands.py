@@ -69,17 +69,25 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
     from trainer.losses import catalogue
 
     config = load_config(file, pairs(settings, "--set"))
-    loss = catalogue.loss_settings(config)
-    absent = []
+    found, warnings = [], []
+    try:
+        found += checks.errors(config)
+        warnings += checks.warnings(config)
+    except ConfigError as error:  # a damaged config.json
+        found.append(str(error))
+    try:
+        warnings += catalogue.warnings(catalogue.loss_settings(config))
+    except ConfigError as error:
+        found.append(str(error))
     tasks = [(config.task.name, config.task.parameters), *((t.name, t.parameters) for t in config.evaluation.tasks)]
     for name, parameters in tasks:
         try:
             make_task(name, config.run.seed, parameters)
         except ConfigError as error:
-            if not isinstance(error.__cause__, BadRow):
-                raise
-            absent.append(f"{error} The workers need it; here it may be absent.")  # data may lie on another machine
-    found = checks.errors(config)
+            if isinstance(error.__cause__, BadRow):  # data may lie on another machine
+                warnings.append(f"{error} The workers need it; here it may be absent.")
+            else:
+                found.append(str(error))
     if found:
         raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
     console = Console(highlight=False)
@@ -90,7 +98,7 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
         table.add_row(topic, escape(sentence))
     console.print(f"[green]{escape(str(file))} is valid.[/]")
     console.print(table)
-    for warning in (*checks.warnings(config), *catalogue.warnings(loss), *absent):
+    for warning in warnings:
         console.print(f"[yellow]warning[/]  {escape(warning)}")
 
 

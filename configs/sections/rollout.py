@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from configs.sections.section import Port, Positive, Processes, Seconds, Section
+from configs.sections.section import Port, Positive, Processes, Seconds, Section, text
 
 
 class ShapingSection(Section):
@@ -109,7 +109,7 @@ class EngineSection(Section):
     """SGLang servers and how `lagrange engine` starts them."""
 
     replicas: Processes = Field(1, description="Engines that `lagrange up` starts.")
-    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/\s]+")], ...] = Field(
+    urls: tuple[Annotated[str, text(r"^https?://[^/\s]+", "address such as http://host:30000")], ...] = Field(
         (),
         description="Engines that run elsewhere, by base URL; weight-sync lets them join, each address of a name as an "
         "engine of its own. Not empty: `lagrange up` starts none.",

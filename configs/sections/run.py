@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
-from configs.sections.section import Port, Positive, Seconds, Section
+from configs.sections.section import Port, Positive, Seconds, Section, text
 
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"  # of a folder and of keys: never . or .., and no option
+NAME_IN_WORDS = "text of at most {} letters (A to Z), digits, dots, _ and -, beginning with a letter, a digit or _"
 PAYLOAD_SHARE = 0.6  # of Redis' memory limit: a payload costs up to 1.24 times its bytes, and staging needs room
 REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 
@@ -18,13 +19,12 @@ REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 class RunSection(Section):
     """Which run this is."""
 
-    id: str = Field(
-        "",
-        description="Names the run's keys in Redis and its folder; empty: `lagrange up` makes one.",
-        pattern=rf"^({NAME})?$",
-        max_length=80,
+    id: Annotated[str, text(rf"^({NAME})?$", NAME_IN_WORDS.format(80), max_length=80)] = Field(
+        "", description="Names the run's keys in Redis and its folder; empty: `lagrange up` makes one."
     )
-    name: str = Field("local", description="Prefix of a generated run id.", pattern=rf"^{NAME}$", max_length=48)
+    name: Annotated[str, text(rf"^{NAME}$", NAME_IN_WORDS.format(48), max_length=48)] = Field(
+        "local", description="Prefix of a generated run id."
+    )
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seeds the model, the prompts and the trainer.")
     steps: Positive = Field(..., description="Optimizer steps after which the run ends.")
     directory: Path = Field(Path("runs"), description="Folder that holds one folder per run.")
@@ -75,37 +75,23 @@ class RedisSection(Section):
             return self.payload_limit_mb * 2**20
         return int(self.max_memory_mb * 2**20 * PAYLOAD_SHARE)
 
-    @model_validator(mode="after")
-    def _address_is_one_without_secrets(self) -> RedisSection:
-        if self.url is None:
-            return self
-        parts = urlsplit(self.url)
+    @field_validator("url")
+    @classmethod
+    def _address_is_one_without_secrets(cls, url: str | None) -> str | None:
+        if url is None:
+            return url
+        parts = urlsplit(url)
         if "@" in parts.netloc or "password=" in parts.query:
             raise ValueError(
-                "redis.url holds a user or a password, which files and logs would show. Set LAGRANGE_REDIS_USER and "
+                "it holds a user or a password, which files and logs would show. Set LAGRANGE_REDIS_USER and "
                 "LAGRANGE_REDIS_PASSWORD instead."
             )
         if parts.scheme not in REDIS_SCHEMES:
             raise ValueError(
-                f"redis.url is {self.url!r}, which is no address of a Redis: expected redis://host:port/0, or "
+                f"{url!r} is no address of a Redis: expected redis://host:port/0, or "
                 f"{', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES[1:])}."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _certificates_are_of_use(self) -> RedisSection:
-        if self.ca_file is not None and not (self.url or "").startswith("rediss"):
-            raise ValueError("redis.ca_file is set, but redis.url does not begin with rediss://: nothing is encrypted.")
-        return self
-
-    @model_validator(mode="after")
-    def _folder_is_named(self) -> RedisSection:
-        if self.payloads == "folder" and (self.payload_folder is None or not self.payload_folder.is_absolute()):
-            raise ValueError(
-                "redis.payloads is folder, but redis.payload_folder is not an absolute path. Name a folder that all "
-                "hosts share, or one in /dev/shm on a single host."
-            )
-        return self
+        return url
 
 
 class LagSection(Section):
@@ -175,9 +161,3 @@ class ModelSection(Section):
         None, description="Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)."
     )
     tiny: TinyModel | None = Field(None, description="Make a tiny random model instead.")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelSection:
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("set exactly one of model.path and model.tiny")
-        return self

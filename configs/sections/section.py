@@ -9,10 +9,16 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+ALLOWED = "x-allowed"  # in the JSON schema: what a pattern means, for people
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Processes = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[float, Field(gt=0, le=366 * 86400)]  # no clock or socket takes any number
+
+
+def text(pattern: str, allowed: str, **more: Any) -> Any:
+    """The constraint of a text. allowed: what the pattern lets through, in words that end "it may be: ..."."""
+    return Field(pattern=pattern, json_schema_extra={ALLOWED: allowed}, **more)
 
 
 class Section(BaseModel):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from configs.sections.section import Port, Positive, Seconds, Section
+from configs.sections.section import Port, Positive, Seconds, Section, text
+
+COLLECTOR = "address such as http://collector:4318, without a user, a password or anything from ? or # on"
 
 
 class WeightsSection(Section):
@@ -53,12 +55,6 @@ class ServiceSection(Section):
     )
     key_file: Path | None = Field(None, description="Private key (PEM) of cert_file.")
 
-    @model_validator(mode="after")
-    def _certificate_has_its_key(self) -> ServiceSection:
-        if (self.cert_file is None) is not (self.key_file is None):
-            raise ValueError("cert_file and key_file belong together: set both for HTTPS, or none for HTTP.")
-        return self
-
     @property
     def scheme(self) -> Literal["http", "https"]:
         """Of the service's address."""
@@ -68,9 +64,8 @@ class ServiceSection(Section):
 class TracesSection(Section):
     """Traces from a prompt to the optimizer step that trains it (docs/watch-a-run.md); off by default."""
 
-    endpoint: str | None = Field(
+    endpoint: Annotated[str, text(r"^https?://[^/\s@]+(/[^\s?#]*)?$", COLLECTOR)] | None = Field(
         None,
-        pattern=r"^https?://[^/\s@]+(/[^\s?#]*)?$",
         description="Address of a collector that takes OTLP over HTTP, such as http://collector:4318, without a "
         "password; null: no traces.",
     )

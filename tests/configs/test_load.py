@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from configs import ConfigError, load_config
+from configs import ConfigError, RunConfig, load_config
 from configs.check import sizes_of
 from configs.load import parse_yaml, validated
+from configs.sections.section import ALLOWED
 
 LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
 
@@ -27,7 +30,9 @@ LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
         (b"lag: {max: 1}\nlag: {max: 900}", "'lag' is there twice"),
         (b"lag: {max: 1, max: 900}", "'max' is there twice"),
         (b'run: {directory: "a\\0b"}', "holds a NUL"),
-        (b"- 1", "expected sections"),
+        (b"- 1", "expected sections .*, found a list"),
+        (b"# all of it is a comment", "it is empty"),
+        (b"lag:\n\tmax: 1", "not valid YAML: line 2, column 1: .*Indent with spaces"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path, content: bytes, words: str) -> None:
@@ -40,6 +45,99 @@ def test_a_file_that_cannot_be_read_is_one_message(tmp_path: Path, content: byte
 
 def test_a_key_that_an_anchor_brought_may_be_overridden() -> None:
     assert parse_yaml("{a: &base {max: 1, min: 0}, b: {<<: *base, max: 2}}")["b"] == {"max": 2, "min": 0}
+
+
+def test_all_problems_of_the_schema_come_together_each_with_the_file_and_the_field(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run: {steps: 0, name: a b}\nlag: [1]\nengine: {urls: [http://e:1, e:1]}\nredis: {url: http://h}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    lines = str(caught.value).splitlines()
+    for name in ("run.steps", "run.name", "lag", "model", "engine.urls.1", "redis.url"):
+        assert [line for line in lines if line.startswith(f"{file}: {name}: ")], name
+
+
+def test_all_contradictions_come_together_each_with_the_file_and_the_field() -> None:
+    wrong: dict[str, Any] = {
+        "lag.max": 0,
+        "weights.publish_interval": 4,
+        "rollout.samples_per_prompt": 1,
+        "model.tiny.heads": 3,
+        "model.tiny.experts_per_token": 9,
+        "model.path": "m",
+        "redis.payloads": "folder",
+        "redis.ca_file": "ca.pem",
+        "weight_sync.key_file": "key.pem",
+        "monitor.cert_file": "certificate.pem",
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(LOCAL, wrong)
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(f"{LOCAL}: ") for line in lines)
+    for name in wrong:
+        assert any(name in line for line in lines), name
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("lag.maxx", "lag.max"),
+        ("trainr", "trainer"),
+        ("model.tiny.layer", "model.tiny.layers"),
+        ("trainer.learning_rate", "trainer.optimizer.learning_rate"),
+        ("lag.min", "lag.adaptive.min"),
+    ],
+)
+def test_an_unknown_key_says_which_one_was_probably_meant(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: unknown key\. Did you mean {meant}\?"):
+        load_config(LOCAL, {name: 1})
+
+
+def test_a_key_like_no_other_is_referred_to_the_schema() -> None:
+    for name in ("lag.qqq", "qqq"):
+        with pytest.raises(ConfigError, match=rf"{name}: unknown key\. Remove it"):
+            load_config(LOCAL, {name: 1})
+    with pytest.raises(ConfigError, match=r"evaluation\.tasks\.0\.nme: unknown key\. .*tasks\.0\.name\?"):
+        load_config(LOCAL, {"evaluation.tasks": [{"nme": "copy"}]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("run.id", "a b", "'a b' is not allowed here. It may be: text of at most 80 letters"),
+        ("run.id", 7, "7 without quotes is not allowed here. It may be: text"),
+        ("run.name", "x" * 49, "It may be: text of at most 48 letters"),
+        ("lag.max", -1, "-1 is not allowed here. It may be: whole number, at least 0, at most 1024."),
+        ("run.steps", 1.5, "1.5 is not allowed here. It may be: whole number, at least 1."),
+        ("run.steps", None, "an empty value is not allowed here. It may be: whole number, at least 1."),
+        ("lag", [1], "a list is not allowed here. It may be: section with max, straggler_wait_s, adaptive."),
+        ("engine.dtype", "fp16", "'fp16' is not allowed here. It may be: float32, bfloat16."),
+        ("engine.urls", ["h:1"], "'h:1' is not allowed here. It may be: address such as http://host:30000."),
+        ("trainer.loss.parameters", {"cap": "x"}, "'x' is not allowed here. It may be: number."),
+        ("traces.endpoint", "collector:4318", "It may be: address such as http://collector:4318"),
+    ],
+)
+def test_a_value_that_is_refused_is_told_what_it_may_be_in_words(name: str, value: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(LOCAL, {name: value})
+
+
+def test_a_password_in_an_address_that_is_refused_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match=r"traces\.endpoint") as caught:
+        load_config(LOCAL, {"traces.endpoint": "http://me:hush@collector:4318"})
+    assert "hush" not in str(caught.value)
+
+
+def test_every_pattern_is_told_in_words() -> None:
+    def parts(node: object) -> Iterator[dict[str, Any]]:
+        if isinstance(node, dict):
+            yield node
+        for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            yield from parts(inner)
+
+    with_pattern = [part for part in parts(RunConfig.model_json_schema()) if isinstance(part.get("pattern"), str)]
+    assert len(with_pattern) >= 4
+    assert all(part.get(ALLOWED) for part in with_pattern)
 
 
 @pytest.mark.parametrize(

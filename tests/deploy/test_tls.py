@@ -23,7 +23,7 @@ from broker.queue import Broker
 from broker.sentinel import parse
 from broker.server import find_server
 from configs import ConfigError, load_config
-from configs.schema import RedisSection, ServiceSection
+from configs.schema import ServiceSection
 from services.deployment import redis_users, write_whole
 from services.http import check_certificate
 from tests.conftest import small_config
@@ -145,10 +145,13 @@ def test_what_cannot_be_used_is_said_at_once(tmp_path: Path, authority: Path, an
     for wrong in ({"key_file": another / "tls.key"}, {"cert_file": tmp_path / "nowhere"}):
         with pytest.raises(ConfigError, match="cannot be used"):
             check_certificate(ServiceSection.model_validate({**good, **wrong}))
-    with pytest.raises(ValueError, match="belong together"):
-        ServiceSection.model_validate({"cert_file": authority / "tls.crt"})
-    with pytest.raises(ValueError, match="nothing is encrypted"):
-        RedisSection.model_validate({"url": "redis://redis:6379", "ca_file": authority / "ca.crt"})
+    for half in ("monitor.cert_file", "weight_sync.key_file"):
+        with pytest.raises(ConfigError, match=rf"{half}.* belong together"):
+            load_config(ROOT / "configs" / "local.yaml", {half: authority / "tls.crt"})
+    with pytest.raises(ConfigError, match="nothing is encrypted"):
+        load_config(
+            ROOT / "configs" / "local.yaml", {"redis.url": "redis://redis:6379", "redis.ca_file": authority / "ca.crt"}
+        )
 
 
 def test_the_authority_signed_all_three_and_is_kept(authority: Path) -> None:

@@ -74,6 +74,16 @@ def test_check_refuses_what_only_the_trainer_or_a_worker_would_find(
     assert said in done.stderr
 
 
+def test_check_says_all_that_it_finds_together_each_with_the_file(lagrange: Lagrange) -> None:
+    settings = ("trainer.loss.name=satgrpo", "task.name=nope", "evaluation.tasks=[{name: Bad Name}]")
+    done = lagrange("check", "configs/local.yaml", *(word for setting in settings for word in ("--set", setting)))
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("configs/local.yaml: ") for line in lines)
+    for said in ("satgrpo", "nope", "Bad Name"):
+        assert any(said in line for line in lines), said
+
+
 def test_a_data_set_that_lies_on_another_machine_is_a_warning(lagrange: Lagrange) -> None:
     done = lagrange("check", "configs/qwen3-30b-a3b.yaml")
     assert "here it may be absent" in " ".join(done.stdout.split())
