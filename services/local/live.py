@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 
 from rich.console import Group as Rows
 from rich.panel import Panel
@@ -158,14 +159,13 @@ def wait_share(metrics: dict[str, object]) -> float | None:
 
 
 def remaining_s(step_seconds: Sequence[float], steps_left: int) -> float | None:
-    """Seconds until the last step at the mean pace of the last PACE_STEPS; None before the pace is known.
+    """Seconds until the last step at the median pace of the last PACE_STEPS; None before the pace is known.
 
-    The longest of them does not count: a run's first step, also after a resume, waits for the engine to start.
+    The median, since single steps say little: the first one, also after a resume, waits for the engine to start, others
+    for a slow group or a checkpoint.
     """
     recent = step_seconds[-PACE_STEPS:]
-    if len(recent) < 3 or steps_left <= 0:
-        return None
-    return (sum(recent) - max(recent)) / (len(recent) - 1) * steps_left
+    return median(recent) * steps_left if len(recent) >= 3 and steps_left > 0 else None
 
 
 def condensed(values: Sequence[float], points: int) -> list[float]:
