@@ -21,7 +21,7 @@ from rich.table import Table
 from configs import ConfigError, RunConfig, load_config
 from configs.secrets import API_TOKEN, read_secret
 from services.evaluation.commands import add_to as add_evaluation_commands
-from services.options import ConfigOption, pairs, wide_console
+from services.options import ConfigOption, pairs, versions, wide_console
 from services.queue_cli.commands import add_to as add_queue_commands
 
 app = typer.Typer(
@@ -41,9 +41,25 @@ TargetArgument = Annotated[str, typer.Argument(help="A run's folder, runs/<id>, 
 RunArgument = Annotated[Path, typer.Argument(help="A run's folder, runs/<id>.")]
 
 
+def show_versions(asked: bool) -> None:
+    """What --version does."""
+    if asked:
+        typer.echo("\n".join(versions()))
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Say which release this is, and of what it stands on.",
+            callback=show_versions,
+            is_eager=True,
+        ),
+    ] = False,
 ) -> None:
     """Options of every command; `run_command` reads --debug itself."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,20 @@ from configs.load import parse_yaml
 
 WIDE = 200  # columns of what goes into a file or a pipe
 ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration.")]
+
+STANDS_ON = ("torch", "megatron-core", "ray", "redis", "pydantic", "fastapi")  # SGLang has an environment of its own
+
+
+def versions() -> list[str]:
+    """A line for Lagrange and for each package that it stands on and that is installed here."""
+    lines = []
+    for name in ("lagrange-rl", *STANDS_ON):
+        try:
+            lines.append(f"{name.removesuffix('-rl')} {version(name)}")
+        except PackageNotFoundError:
+            if not lines:
+                lines.append("lagrange, run from its source without being installed")
+    return lines
 
 
 def pairs(texts: list[str] | None, option: str) -> dict[str, Any]:

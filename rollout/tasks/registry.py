@@ -7,6 +7,7 @@ restart, gives the same prompt for an index. Built-in names win over those of in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -81,8 +82,11 @@ def make_task(name: str, seed: int, parameters: Mapping[str, Any] | None = None)
 def _installed(name: str) -> Callable[..., Task]:
     points = tuple(entry_points(group=ENTRY_POINTS, name=name))
     if not points:
+        close = get_close_matches(name, task_names(), 1)
+        meant = f" Did you mean {close[0]}?" if close else ""
         raise ConfigError(
-            f"task.name: there is no task {name!r}, only {', '.join(task_names())}. See docs/add-a-task.md to add one."
+            f"task.name: there is no task {name!r}, only {', '.join(task_names())}.{meant} One of another package is "
+            "there once that package is installed beside Lagrange; docs/add-a-task.md says how to add one."
         )
     try:
         factory: Callable[..., Task] = next(iter(points)).load()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,8 @@ def test_check_says_what_a_valid_file_means(lagrange: Lagrange) -> None:
         ("trainer.loss.name=satgrpo", "Did you mean sat-grpo?"),
         ("trainer.loss.parameters.foo=1", "no such parameter"),
         ("task.name=nope", "there is no task 'nope'"),
+        ("task.name=nope", "once that package is installed beside Lagrange"),
+        ("task.name=maxdigit", "Did you mean max-digit?"),
         ("task.parameters.foo=1", "unexpected keyword argument 'foo'"),
         ("evaluation.tasks=[{name: nope}]", "there is no task 'nope'"),
     ],
@@ -87,6 +91,14 @@ def test_check_says_all_that_it_finds_together_each_with_the_file(lagrange: Lagr
 def test_a_data_set_that_lies_on_another_machine_is_a_warning(lagrange: Lagrange) -> None:
     done = lagrange("check", "configs/qwen3-30b-a3b.yaml")
     assert "here it may be absent" in " ".join(done.stdout.split())
+
+
+def test_the_version_is_that_of_the_package_with_those_of_what_it_stands_on(lagrange: Lagrange) -> None:
+    done = lagrange("--version")
+    assert done.returncode == 0
+    assert re.match(r"lagrange \d+\.\d+", done.stdout)
+    for package in ("pydantic", "redis"):
+        assert f"{package} {version(package)}\n" in done.stdout
 
 
 def test_an_unknown_key_is_one_message_without_a_traceback_and_exit_code_2(lagrange: Lagrange, tmp_path: Path) -> None:
