@@ -28,19 +28,19 @@ from rollout.agents.types import AgentTask
 from rollout.checkpoint import Checkpoint
 from rollout.client import EngineClient, Sampling
 from rollout.codec import Codec
-from rollout.counters import Counters
+from rollout.counters import PAST_THE_END_MS, Counters
 from rollout.curriculum import Curriculum
 from rollout.engines import EnginePool
 from rollout.environments.play import play_group
 from rollout.environments.turns import Turns
 from rollout.environments.types import EnvironmentTask
 from rollout.ports import RolloutBroker
+from rollout.prompts import BadPrompt, PastTheEnd, Prompts
 from rollout.rewards import Judge, ThreadJudge, rewarded
 from rollout.rewards.shaping import Shaping, all_equal
 from rollout.samples import SampleLog
 from rollout.sampling import Draw, NoEngine, Unanswerable, draw_group
 from rollout.tasks import Prompt, Task
-from rollout.tasks.prepare import encode_prompt
 from rollout.threads import in_thread
 
 LOG = structlog.get_logger()
@@ -57,10 +57,6 @@ class Held:
 
     task: asyncio.Task[None]
     submitting: bool = False
-
-
-class BadPrompt(Exception):
-    """A prompt that cannot be made or sent; trying again would not help."""
 
 
 class Worker:
@@ -87,6 +83,7 @@ class Worker:
         """
         self.name, self.config, self.counters = name, config, Counters()
         self._broker, self._task, self._codec = broker, task, codec
+        self._prompts = Prompts(task, codec)
         self._samples, self._traces = samples, traces
         self._judge = judge or ThreadJudge(task, config.rollout.reward_timeout_s)
         self._shaping = Shaping.of(config.task.shaping, config.rollout.max_new_tokens)
@@ -98,7 +95,7 @@ class Worker:
         self._curriculum = Curriculum(config.task.curriculum, config.run.seed, broker, self._broker_s)
         self._held: dict[int, Held] = {}
         self._asking: asyncio.Task[Ticket | Refused] | None = None
-        self._bad_prompts = 0  # in a row
+        self._past_the_end_ms = -1
         self._free = asyncio.Semaphore(config.rollout.concurrent_groups)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -147,9 +144,10 @@ class Worker:
         """
         await self._free.acquire()
         asked_ns = time.time_ns()
-        if self._bad_prompts > 1:  # they fail at once: without a pause a data set that ended is asked without end
+        # They fail at once. Past the end of a data set, too, one asks on: a prompt before it may be issued again.
+        if (failures := self._prompts.failures) > 1:
             began = time.monotonic()
-            await asyncio.sleep(min(0.05 * self._bad_prompts, 2.0))
+            await asyncio.sleep(min(0.05 * failures, 2.0))
             self._waited("prompt", began)
         newest_refused, last_reason, wait = -1, "", 0.0
         while True:
@@ -206,7 +204,7 @@ class Worker:
         rollout, began = self.config.rollout, time.monotonic()
         draw: Draw | None = None
         try:
-            prompt, prompt_ids = self._prompt(ticket.prompt_index)
+            prompt, prompt_ids = self._prompts.of(ticket.prompt_index)
             if not await self._curriculum.wants(prompt_ids, ticket.prompt_index):
                 self.counters.add("prompts_passed_over")
                 await self._again(partial(self._broker.drop, ticket.group_id, self.name))
@@ -250,6 +248,12 @@ class Worker:
             LOG.warning("group handed back", group=ticket.group_id, reason=str(error))
             await self._again(partial(self._broker.release, ticket.group_id, self.name))
             span.end(str(error))
+        except PastTheEnd as error:
+            if self._past_the_end_ms < 0:
+                LOG.info("the data set has ended", prompt=ticket.prompt_index, detail=str(error))
+            self._past_the_end_ms = ticket.lease_deadline_ms - round(1000 * rollout.lease_s)
+            await self._again(partial(self._broker.release, ticket.group_id, self.name))
+            span.end(str(error))
         except (BadPrompt, Unanswerable) as error:
             await self._fail(ticket, str(error), draw.tokens if draw else 0, span, final=True)
         except InvalidTrajectory as error:
@@ -284,16 +288,6 @@ class Worker:
         with draw.span.child("reward", samples=len(draw.samples)):
             judge, shaping, name = self._judge, self._shaping, self._task.name
             return await rewarded(judge, prompt, draw, codec=self._codec, shaping=shaping, name=name)
-
-    def _prompt(self, index: int) -> tuple[Prompt, tuple[int, ...]]:
-        try:
-            prompt = self._task.prompt(index)
-            ids = encode_prompt(prompt, self._codec)
-        except Exception as error:  # a task's code may fail in any way; it must not take the worker with it
-            self._bad_prompts += 1
-            raise BadPrompt(f"prompt {index} of {self._task.name}: {type(error).__name__}: {error}") from error
-        self._bad_prompts = 0
-        return prompt, tuple(ids)
 
     async def _submit(self, group: Group) -> str:
         """Hand the group in, again while Redis is away or full; the lease ends the trying, not we.
@@ -354,6 +348,8 @@ class Worker:
             try:
                 kept = set(await self._ask(partial(self._broker.renew, self.name, ids))) if ids else set()
                 stats = {**self.counters.totals(), **self._traces.counts(), "groups_in_work": len(ids)}
+                if self._past_the_end_ms >= 0:
+                    stats[PAST_THE_END_MS] = self._past_the_end_ms
                 await self._ask(partial(self._broker.heartbeat_worker, self.name, stats))
             except UNAVAILABLE as error:
                 LOG.warning("no heartbeat", detail=str(error))

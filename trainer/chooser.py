@@ -1,19 +1,20 @@
 """Waits for a batch, and tells all ranks which it is.
 
 Invariant: no rank waits longer than the patience of one round without a word, so a long starvation never looks like a
-dead rank; the wait is measured, with its reason.
+dead rank; the wait is measured, with its reason. It ends where no step can be filled any more.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from broker.errors import BrokerUnavailable
-from broker.types import Delivery, Refused
+from broker.types import Delivery, Refused, Snapshot
+from rollout.counters import PAST_THE_END_MS
 from trainer.ports import Ranks
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
@@ -30,8 +31,35 @@ class Choice:
     asked: int = -1
 
 
+class PromptsEnded(Exception):
+    """The data set has ended, and what is left of its groups fills no step."""
+
+
+@dataclass(slots=True)
+class EndOfPrompts:
+    """Whether the data set has ended and no step of `groups` groups can be filled any more; asked while one waits.
+
+    A worker is given a prompt past the end only when none waits to be issued again: these come first (admit.lua). If
+    nothing was being generated before that, and nothing is now, no group can come.
+    """
+
+    snapshot: Callable[[], Snapshot]
+    groups: int
+    _quiet_since_ms: int | None = field(default=None, init=False)
+
+    def __call__(self) -> bool:
+        seen = self.snapshot()
+        if seen.groups.generating or seen.groups.ready >= self.groups:
+            self._quiet_since_ms = None
+            return False
+        if self._quiet_since_ms is None:
+            self._quiet_since_ms = seen.time_ms
+        said = (float(stats.get(PAST_THE_END_MS, -1)) for stats in seen.workers.values())
+        return max(said, default=-1) > self._quiet_since_ms
+
+
 class Message(msgspec.Struct, frozen=True):
-    """What the main rank says. kind: "batch", "wait" (ask again) or "stop"."""
+    """What the main rank says. kind: "batch", "wait" (ask again), "stop" or "ended" (no batch will come)."""
 
     kind: str
     deliveries: tuple[Delivery, ...] = ()
@@ -66,14 +94,16 @@ class Chooser:
         now_ms: Callable[[], int],
         asked: Callable[[], int],
         stop: Callable[[], bool],
+        ended: Callable[[], bool],
         clock: Callable[[], float],
         pause: Callable[[float], None],
         patience_s: float,
         give_up_s: float,
     ) -> None:
-        """pause: returns after so many seconds, or earlier. patience_s: longest time of one round. give_up_s: longest
-        time that the server may be away before its error is raised."""
-        self._pull, self._now_ms, self._asked, self._stop = pull, now_ms, asked, stop
+        """ended: whether no batch will come; asked once a round. pause: returns after so many seconds, or earlier.
+        patience_s: longest time of one round. give_up_s: longest time that the server may be away before its error is
+        raised."""
+        self._pull, self._now_ms, self._asked, self._stop, self._ended = pull, now_ms, asked, stop, ended
         self._clock, self._pause = clock, pause
         self._patience_s, self._give_up_s = patience_s, give_up_s
         self._pause_s = FIRST_PAUSE_S
@@ -81,7 +111,7 @@ class Chooser:
         self._waited: dict[str, float] = {}
 
     def next(self) -> Message:
-        """A batch, "stop" once asked to, or "wait" when the round is over."""
+        """A batch, "stop" once asked to, or, when the round is over, "ended" or "wait"."""
         end = self._clock() + self._patience_s
         while True:
             if self._stop():
@@ -95,7 +125,13 @@ class Chooser:
             self._waited[answer.reason] = self._waited.get(answer.reason, 0.0) + self._clock() - began
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             if self._clock() >= end:
-                return Message("wait")
+                return Message("ended" if self._over() else "wait")
+
+    def _over(self) -> bool:
+        try:
+            return self._ended()
+        except BrokerUnavailable:  # `_ask` has the patience for that
+            return False
 
     def _ask(self) -> tuple[Delivery, ...] | Refused:
         try:
@@ -113,12 +149,14 @@ class Chooser:
 def share_choice(ranks: Ranks, choose: Callable[[], Message] | None) -> Choice | None:
     """The main rank's choice on every rank; None if the trainer is to stop. Collective.
 
-    choose: given on the main rank alone.
+    choose: given on the main rank alone. Raises PromptsEnded on all ranks alike.
     """
     while True:
         payload = msgspec.json.encode(choose()) if choose is not None else None
         message = msgspec.json.decode(ranks.broadcast_bytes(payload), type=Message)
         if message.kind == "stop":
             return None
+        if message.kind == "ended":
+            raise PromptsEnded
         if message.kind == "batch":
             return Choice(message.deliveries, message.reason, message.now_ms, message.asked)

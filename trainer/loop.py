@@ -23,7 +23,7 @@ from broker.types import Delivery, Group, Outcome, Refused
 from configs.schema import RunConfig
 from trainer.background import Background, Inline
 from trainer.batch import RouteShape
-from trainer.chooser import Choice, Chooser, share_choice
+from trainer.chooser import Choice, Chooser, EndOfPrompts, PromptsEnded, share_choice
 from trainer.data import (
     Share,
     fetch_share,
@@ -73,9 +73,9 @@ class Trainer:
     ) -> None:
         """sink: makes the sink of metrics, given the step that the run resumes from; used on the main rank alone.
         route_shape: given when routing is replayed. vocabulary: of the model, None: token ids are not checked.
-        background: where weights and checkpoints are
-        written; default: in the step. stop: whether the process was asked to end. pause: between two looks at the
-        queue, so many seconds or less. traces: where the main rank's spans go; the caller closes them."""
+        background: where weights and checkpoints are written; default: in the step. stop: whether the process was asked
+        to end. pause: between two looks at the queue, so many seconds or less. traces: where the main rank's spans go;
+        the caller closes them."""
         self.config = config
         self.settings: LossSettings = loss_settings(config)
         self.broker, self.ranks, self.policy, self.checkpoints = broker, ranks, policy, checkpoints
@@ -99,13 +99,17 @@ class Trainer:
         self._watch = Stopwatch(clock)
 
     def run(self) -> End:
-        """Train to the end of the run, or until asked to stop. Raises RunFailed, or an error of the broker."""
+        """Train to the end of the run or of its data set, or until asked to stop. Raises RunFailed, or an error of the
+        broker."""
         try:
             self.attach()
-            while self.progress.step < self.config.run.steps:
-                if not self.step():
-                    self._save_on_stop()
-                    return "stopped"
+            try:
+                while self.progress.step < self.config.run.steps:
+                    if not self.step():
+                        self._save_on_stop()
+                        return "stopped"
+            except PromptsEnded:
+                self._say_prompts_ended()
             self.finish()
             return "finished"
         finally:
@@ -159,6 +163,18 @@ class Trainer:
         if self.ranks.is_main:
             self.broker.set_status("finished")
 
+    def _say_prompts_ended(self) -> None:
+        """Raises RunFailed if the data set was too small for the first step."""
+        p, groups = self.progress, self.config.trainer.groups_per_step
+        if p.step == 0:
+            raise RunFailed(
+                f"the data set ended before the first step had its {groups} groups. Lower trainer.groups_per_step, or "
+                "give the task more prompts or epochs (task.parameters)."
+            )
+        if self.ranks.is_main:
+            ready = self.broker.snapshot().groups.ready
+            log.warning("the data set has ended", steps=p.step, of=self.config.run.steps, groups_left_over=ready)
+
     def _save_on_stop(self) -> None:
         p = self.progress
         if p.step > p.checkpointed:
@@ -171,7 +187,7 @@ class Trainer:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Train one batch; False if the trainer was asked to stop before its update."""
+        """Train one batch; False if the trainer was asked to stop before its update. Raises PromptsEnded."""
         p, watch = self.progress, self._watch
         chosen = self._choose(watch)
         if chosen is None:
@@ -232,6 +248,7 @@ class Trainer:
             now_ms=self.broker.server_time_ms,
             asked=self.broker.checkpoint_asked,
             stop=self._stop,
+            ended=EndOfPrompts(self.broker.snapshot, self.config.trainer.groups_per_step),
             clock=self._clock,
             pause=self._pause,
             patience_s=min(self.config.trainer.collective_timeout_s / 3, 5.0),

@@ -59,7 +59,8 @@ class Task(Protocol):
         """The name under which it is registered."""
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of an index, 0, 1, 2, ...; the same each time. Raises IndexError when there are no more."""
+        """The prompt of an index, 0, 1, 2, ...; the same each time. Raises IndexError when there are no more:
+        the run then ends once what it has is trained."""
 
     def reward(self, prompt: Prompt, response: Response) -> float:
         """A finite number, larger is better; called in a thread, several at a time, within rollout.reward_timeout_s."""

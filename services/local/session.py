@@ -242,11 +242,14 @@ class Session:
                     return End(1, str(error), "failed")
         return None
 
-    def _finished(self) -> bool:
-        snapshot = self._snapshot
-        return snapshot is not None and (
-            snapshot.status == "finished" or (snapshot.steps_total > 0 and snapshot.step >= snapshot.steps_total)
-        )
+    def _finished(self) -> str:
+        """How the run ended, in words; "" if it goes on."""
+        seen = self._snapshot
+        if seen is not None and seen.step >= seen.steps_total > 0:
+            return "all steps are trained"
+        if seen is not None and seen.status == "finished":
+            return f"the data set has ended after step {seen.step} of {seen.steps_total}"
+        return ""
 
     def _look(self) -> None:
         """Take a snapshot and the new metrics; a Redis that does not answer leaves the last ones."""

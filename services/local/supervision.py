@@ -57,12 +57,12 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that ended. code: its exit code (negative: the signal). finished: the run has trained its last step.
+    """A process that ended. code: its exit code (negative: the signal). finished: how the run ended, "" if it goes on.
     served: it did its work at least once, so that its end is not a failure to start."""
 
     name: str
     code: int
-    finished: bool = False
+    finished: str = ""
     served: bool = True
 
 
@@ -74,7 +74,7 @@ def after_exit(ended: Ended, history: History, now: float, policy: RestartPolicy
     """
     name, code = ended.name, ended.code
     if code == 0 and ended.finished:
-        return End(0, "all steps are trained", "finished") if name == "trainer" else Leave()
+        return End(0, ended.finished, "finished") if name == "trainer" else Leave()
     if code in (FATAL, USAGE):
         return End(code, f"{name} cannot go on ({describe_exit(code)})", "failed")
     if name.startswith("engine") and not ended.served:

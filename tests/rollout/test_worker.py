@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,8 @@ import pytest
 
 from broker.errors import BrokerUnavailable
 from broker.queue import Broker
-from broker.types import EngineRecord, EngineState, VersionRun, check_group
+from broker.types import EngineRecord, EngineState, Ticket, VersionRun, check_group
+from rollout.counters import PAST_THE_END_MS
 from rollout.tasks import Prompt, Response, make_task
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
@@ -82,20 +83,50 @@ async def test_prompts_follow_the_ticket_and_rewards_the_task(
         assert [t.finish for t in group.trajectories] == ["stop", "stop"]
 
 
-async def test_a_data_set_that_has_ended_is_not_asked_for_prompts_without_pause(
+def lacking(missing: Callable[[int], bool]) -> Any:
+    """A task without some prompts."""
+    real = make_task("max-digit", 0)
+
+    def prompt(index: int) -> Prompt:
+        if missing(index):
+            raise IndexError(f"1 epochs of rows end before prompt {index}")
+        return real.prompt(index)
+
+    return SimpleNamespace(name=real.name, prompt=prompt, reward=real.reward)
+
+
+async def test_a_data_set_that_has_ended_is_asked_now_and_then_and_nothing_of_it_fails(
     run: Run, engine: FakeEngine, folder: Path, make_config: ConfigFactory
 ) -> None:
-    def ended(index: int) -> Any:
-        raise IndexError(f"1 epochs of rows end before prompt {index}")
+    config = make_config(**{"rollout.concurrent_groups": 1})
+    worker = make_worker(config, run.broker, folder, task=lacking(lambda index: index >= 2))
+    began_ms = run.broker.server_time_ms()
 
-    real = make_task("max-digit", 0)
-    task: Any = SimpleNamespace(name=real.name, prompt=ended, reward=real.reward)
-    worker = make_worker(make_config(**{"rollout.concurrent_groups": 1}), run.broker, folder, task=task)
+    def said() -> float:
+        return float(run.broker.snapshot().workers.get("w0", {}).get(PAST_THE_END_MS, -1))
+
     async with working(worker):
-        await until(lambda: worker.counters.totals().get("failed_groups", 0) >= 6)
-        counted = worker.counters.totals()
-    assert counted["admission_wait_prompt_seconds"] >= 0.05 * (2 + 3 + 4 + 5)
-    assert run.broker.snapshot().counters["dead_letters"] >= 1
+        await until(lambda: run.broker.snapshot().counters.get("groups_released", 0) >= 6 and said() > 0)
+        first = said()
+        assert began_ms <= first <= run.broker.server_time_ms()
+        await until(lambda: said() > first)
+    assert worker.counters.totals()["admission_wait_prompt_seconds"] >= 0.05 * (2 + 3 + 4 + 5)
+    seen = run.broker.snapshot()
+    assert (ready(run.broker), seen.dead_letters, seen.counters.get("groups_failed", 0)) == (2, 0, 0)
+    ticket = run.broker.admit("another", ENGINE)
+    assert isinstance(ticket, Ticket)
+    assert ticket.prompt_index == 2  # the prompts beyond are as they were, for a run that goes on with more epochs
+
+
+async def test_a_task_that_has_no_prompt_at_one_index_alone_has_not_ended(
+    run: Run, engine: FakeEngine, folder: Path, make_config: ConfigFactory
+) -> None:
+    worker = make_worker(make_config(), run.broker, folder, task=lacking(lambda index: index == 1))
+    async with working(worker):
+        await until(lambda: ready(run.broker) == 4)
+    seen = run.broker.snapshot()
+    assert seen.dead_letters == 1
+    assert PAST_THE_END_MS not in seen.workers["w0"]
 
 
 @pytest.mark.parametrize("kind", ["status", "garbage", "drop"])

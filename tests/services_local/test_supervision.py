@@ -27,13 +27,13 @@ POLICY = RestartPolicy(tries=3, window_s=60.0, first_delay_s=0.5, longest_delay_
 
 
 def test_a_trainer_that_ends_with_zero_after_its_last_step_finishes_the_run() -> None:
-    assert after_exit(Ended("trainer", 0, finished=True), History(), 0.0, POLICY) == End(
+    assert after_exit(Ended("trainer", 0, finished="all steps are trained"), History(), 0.0, POLICY) == End(
         0, "all steps are trained", "finished"
     )
 
 
 def test_a_worker_that_ends_with_zero_when_the_run_is_finished_is_left_alone() -> None:
-    assert after_exit(Ended("worker-0", 0, finished=True), History(), 0.0, POLICY) == Leave()
+    assert after_exit(Ended("worker-0", 0, finished="all steps are trained"), History(), 0.0, POLICY) == Leave()
     assert isinstance(after_exit(Ended("worker-0", 0), History(), 0.0, POLICY), Restart)
 
 

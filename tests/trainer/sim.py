@@ -18,6 +18,7 @@ from torch import Tensor
 from broker.queue import Broker
 from broker.types import EngineRecord, EngineState, Group, PromptCursor, Refused, Ticket, Trajectory, VersionRun
 from configs.schema import RunConfig
+from rollout.counters import PAST_THE_END_MS
 from tests.trainer.helpers import OneRank
 from trainer.batch import MicroBatch
 from trainer.loop import Trainer
@@ -150,6 +151,7 @@ class World:
         self.random = np.random.default_rng(seed)
         self.table = np.zeros((VOCABULARY, VOCABULARY))
         self.version = -1
+        self.prompts: int | None = None  # without end
         self.refusals: list[str] = []
         self.reward: Callable[[int, np.ndarray], float] = lambda prompt, answer: float(np.mean(answer == prompt))
         broker.register_engine(EngineRecord("e", "http://e", EngineState.JOINING))
@@ -170,6 +172,11 @@ class World:
             ticket = self.broker.admit("w", "e")
             if isinstance(ticket, Refused):
                 self.refusals.append(ticket.reason)
+                break
+            if self.prompts is not None and ticket.prompt_index >= self.prompts:
+                now = ticket.lease_deadline_ms - round(1000 * self.config.rollout.lease_s)
+                self.broker.release(ticket.group_id, "w")
+                self.broker.heartbeat_worker("w", {PAST_THE_END_MS: now})
                 break
             if self.broker.submit(self.group(ticket)) == "accepted":
                 done += 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from broker.queue import Broker
 from tests.conftest import ConfigFactory
 from tests.trainer.sim import BigramPolicy, MemoryCheckpoints, World, Wrapped, records, trainer_of
+from trainer.progress import RunFailed
 from trainer.versions import folder_of, versions_on_disk
 
 
@@ -23,6 +26,28 @@ def test_a_run_trains_all_its_steps_and_ends_finished_with_everything_durable(co
     assert seen.groups.trained + seen.groups.filtered == seen.groups.durable == 18
     assert (config.run.folder / "model-final" / "manifest.json").exists()
     assert [r["step"] for r in records(config)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_whose_data_set_ends_trains_whole_steps_and_is_finished(config: Any, handle: Broker) -> None:
+    world = World(config, handle)
+    world.prompts = 10
+    trainer = trainer_of(config, handle, world, MemoryCheckpoints(), clock=itertools.count().__next__)
+    with capture_logs() as said:
+        assert trainer.run() == "finished"
+    seen = handle.snapshot()
+    assert (seen.status, seen.step, seen.durable_step, seen.published) == ("finished", 3, 3, 3)
+    assert (seen.groups.ready, seen.dead_letters) == (1, 0)
+    assert (config.run.folder / "model-final" / "manifest.json").exists()
+    (end,) = [line for line in said if line["event"] == "the data set has ended"]
+    assert (end["steps"], end["of"], end["groups_left_over"]) == (3, 6, 1)
+
+
+def test_a_data_set_without_enough_prompts_for_one_step_fails_and_says_so(config: Any, handle: Broker) -> None:
+    world = World(config, handle)
+    world.prompts = 2
+    trainer = trainer_of(config, handle, world, MemoryCheckpoints(), clock=itertools.count().__next__)
+    with pytest.raises(RunFailed, match=r"before the first step had its 3 groups.*groups_per_step"):
+        trainer.run()
 
 
 def test_version_zero_is_published_before_anything_else(config: Any, handle: Broker) -> None:
