@@ -263,9 +263,9 @@ def looker(target: str, hint: str) -> AbstractContextManager[Callable[[], Any]]:
 @contextmanager
 def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
     """As `looker`, of a run on this machine: asks its Redis."""
-    from services.local.live import ProcessFacts, screen, view_of
+    from services.local.live import ProcessFacts, screen, since, view_of
     from services.local.metrics import read_metrics, series_of
-    from services.local.open_run import opened, see_it_runs
+    from services.local.open_run import opened, read_beginning, see_it_runs
 
     with opened(folder) as (broker, config):
         url = f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}"
@@ -273,6 +273,8 @@ def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
         def look() -> Any:
             see_it_runs(config, folder)
             snapshot, records = broker.snapshot(), read_metrics(folder / "metrics.jsonl")
+            if began := read_beginning(folder):
+                snapshot = since(began, snapshot)
             elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
             rewards, seconds = series_of(records, "reward_mean"), series_of(records, "step_s")
             return screen(view_of(snapshot, rewards, ProcessFacts(elapsed, url, str(folder), hint=hint), seconds))

@@ -86,19 +86,32 @@ class LiveView:
     dead_letters: int = 0
 
 
-def since(first: Snapshot, snapshot: Snapshot) -> Snapshot:
-    """What of `snapshot` is of the session whose first one is `first`, before any of its processes started.
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What Redis held when a session of `up` began, before any of its processes started: the time, and the record of
+    the last step, which is of a session before."""
+
+    time_ms: int
+    metrics: dict[str, object]
+
+
+def since(began: Beginning, snapshot: Snapshot) -> Snapshot:
+    """What of `snapshot` is of the session that began so.
 
     Redis keeps the last step's record and the engines of the session before: both are left out until there is a new
     step, and until an engine serves the status is that of a start.
     """
-    if snapshot.metrics != first.metrics or snapshot.status not in ("starting", "running"):
+    if snapshot.metrics != began.metrics or snapshot.status not in ("starting", "running"):
         return snapshot
-    engines = tuple(e for e in snapshot.engines if e.since_ms > first.time_ms and e.state is not EngineState.GONE)
-    step, status = snapshot.durable_step, snapshot.status
-    if not any(engine.routable for engine in engines):
-        status = f"resuming from step {step}" if step else "starting"
+    engines = tuple(e for e in snapshot.engines if e.since_ms > began.time_ms and e.state is not EngineState.GONE)
+    step, serving = snapshot.durable_step, any(engine.routable for engine in engines)
+    status = snapshot.status if serving else start_from(step)
     return replace(snapshot, status=status, step=step, metrics={}, engines=engines)
+
+
+def start_from(step: int) -> str:
+    """The status of a run whose checkpoint is of `step` (0: none) until an engine serves."""
+    return f"resuming from step {step}" if step else "starting"
 
 
 def view_of(

@@ -13,13 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from broker.errors import BrokerUnavailable
 from broker.queue import Broker
 from configs import ConfigError, RunConfig, load_config
 from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import embeds_redis
+from services.local.live import Beginning
 
 LOCK = "up.lock"
+BEGINNING = "session.json"  # of the last `lagrange up`
 
 
 class NotRunning(Exception):
@@ -74,6 +78,21 @@ def how_it_ended(folder: Path) -> str:
         return f"{folder} has finished ({step}). What it did: {folder / 'report.html'}"
     stopped = f"stopped ({step})" if step else "ended without a last snapshot"
     return f"{folder} does not run: it {stopped}. Go on with: lagrange up --resume {folder}"
+
+
+def save_beginning(folder: Path, beginning: Beginning) -> None:
+    """Note in a run's folder how a session of `up` began. Raises OSError."""
+    aside = folder / f".{BEGINNING}"
+    aside.write_bytes(msgspec.json.encode(beginning))
+    aside.replace(folder / BEGINNING)
+
+
+def read_beginning(folder: Path) -> Beginning | None:
+    """How the last session of `up` began; None for a run that `up` did not start."""
+    try:
+        return msgspec.json.decode((folder / BEGINNING).read_bytes(), type=Beginning)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def read_ledger(folder: Path) -> dict[str, Any]:

@@ -23,9 +23,10 @@ from broker.types import Snapshot
 from configs import ConfigError
 from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import CannotStart, Role, embeds_redis, roles
-from services.local.live import HINT, LiveView, ProcessFacts, plain_line, screen, since, view_of
+from services.local.live import HINT, Beginning, LiveView, ProcessFacts, plain_line, screen, since, view_of
 from services.local.metrics import MetricsTail
-from services.local.plan import Plan
+from services.local.open_run import save_beginning
+from services.local.plan import Plan, unwritable
 from services.local.processes import Processes, explain_log
 from services.local.report import write_report
 from services.local.supervision import (
@@ -101,7 +102,7 @@ class Session:
         self._due: dict[str, float] = {}
         self._news, self._news_at = "", 0.0
         self._began = time.monotonic()
-        self._first: Snapshot | None = None  # as the session before left it
+        self._beginning: Beginning | None = None
         self._snapshot: Snapshot | None = None
         self._served: set[str] = set()
         self._metrics = MetricsTail(plan.folder / "metrics.jsonl")
@@ -131,7 +132,12 @@ class Session:
                 broker.set_status("starting")  # it may say finished or stopped, which would end the workers
             if self._plan.new_bound:
                 broker.set_max_lag(config.lag.max)
-            self._first = broker.snapshot()
+            left = broker.snapshot()
+            self._beginning = Beginning(left.time_ms, left.metrics)
+            try:
+                save_beginning(self._plan.folder, self._beginning)
+            except OSError as error:
+                raise unwritable(self._plan.folder, error) from error
             for name in self._roles:
                 if name != "redis":
                     self._start(name)
@@ -281,7 +287,7 @@ class Session:
             news_age_s=time.monotonic() - self._news_at,
             hint=hint,
         )
-        shown = since(self._first, self._snapshot) if self._first and self._snapshot else None
+        shown = since(self._beginning, self._snapshot) if self._beginning and self._snapshot else None
         return view_of(shown, self._metrics.series("reward_mean"), facts, self._metrics.series("step_s"))
 
     def _hear(self, news: str) -> None:

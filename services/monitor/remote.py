@@ -19,6 +19,7 @@ from services.local.live import (
     condensed,
     number,
     remaining_s,
+    start_from,
     wait_share,
 )
 
@@ -54,21 +55,31 @@ def ask(url: str, token: str | None) -> Callable[[], Mapping[str, Any]]:
 
 
 def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
-    """What the terminal shows of an answer of GET /v1/overview."""
+    """What the terminal shows of an answer of GET /v1/overview.
+
+    A trainer that attaches makes a version of its own: until its first step the last record is of one before, and is
+    left out as live.since does.
+    """
     progress, staleness, metrics = o["progress"], o["staleness"], dict(o["trainer"]["metrics"])
+    status, steps, reward = progress["status"], progress["step"], progress["reward_mean"]
+    before = status == "starting" or metrics.get("version", o["version"]) != o["version"]
+    if before and status in ("starting", "running"):
+        metrics, steps, reward = {}, progress["durable_step"], None
+        if not any(engine["routable"] for engine in o["fleet"]["engines"]) or status == "starting":
+            status = start_from(steps)
     groups = staleness["groups"]
     rewards = [float(r) for r in o["history"]["reward_mean"] if r is not None]
     lag_mean, elapsed = number(metrics, "lag_mean"), number(metrics, "time_s")
     seconds = [float(s) for s in o["history"]["step_s"] if s is not None]
-    steps, total = progress["step"], progress["steps_total"]
+    total = progress["steps_total"]
     flying = groups["generating"] + groups["ready"] + groups["leased"]
     return LiveView(
         run=o["run"],
-        status=progress["status"],
+        status=status,
         step=steps,
         steps_total=total,
         version=o["version"],
-        reward=progress["reward_mean"],
+        reward=reward,
         rewards=tuple(condensed(rewards, REWARD_POINTS)),
         lag=None
         if lag_mean is None
@@ -85,7 +96,7 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
             f"{groups['issued']} issued = {groups['trained']} trained + {groups['filtered']} without gradient"
             f" + {groups['stale']} stale + {groups['failed']} failed + {flying} in flight"
         ),
-        eta_s=remaining_s(seconds, total - steps),
+        eta_s=remaining_s(seconds, total - steps) if metrics else None,
         facts=ProcessFacts(elapsed or 0.0, url, "", news=o["diagnosis"]["headline"], hint=hint),
         dead_letters=staleness["dead_letters"],
     )

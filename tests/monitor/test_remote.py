@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from broker.types import EngineRecord, EngineState
-from services.local.live import ProcessFacts, screen, view_of
+from broker.types import EngineRecord, EngineState, Snapshot
+from services.local.live import ProcessFacts, plain_line, screen, view_of
 from services.monitor import views
 from services.monitor.remote import CannotWatch, ask, view_of_overview
 from services.monitor.source import Source
@@ -35,6 +36,23 @@ def test_the_view_from_afar_is_the_view_from_here(run: Run) -> None:
     )
     assert far == near
     assert "engine-2" in drawn(screen(far))
+
+
+def test_from_afar_a_run_that_resumes_shows_no_figures_of_the_session_before(run: Run) -> None:
+    now = replace(Source(run.broker).look().snapshot, step=2, durable_step=2, version=3, metrics={"version": 2})
+    joining = (EngineRecord("engine-0", "http://x", EngineState.JOINING, -1),)
+
+    def shown(snapshot: Snapshot) -> str:
+        far = view_of_overview(views.overview(snapshot, None, []).model_dump(mode="json"), "u", "h")
+        return plain_line(far).partition("  |  ")[0].partition(" ")[2] + ("" if far.reward is None else " live")
+
+    assert shown(replace(now, engines=joining)) == "resuming from step 2"
+    assert shown(replace(now, status="starting", version=2)) == "resuming from step 2"  # with the engines of before
+    assert shown(replace(now, status="running")) == "running"
+    assert (
+        shown(replace(now, status="running", version=2, metrics={"version": 2, "reward_mean": 0.5})) == "running live"
+    )
+    assert shown(replace(now, status="finished", metrics={"version": 2, "reward_mean": 0.5})) == "finished live"
 
 
 @pytest.mark.slow

@@ -15,10 +15,16 @@ from typing import Any
 
 import pytest
 
+from broker.queue import Broker
+from broker.types import Outcome
 from configs import ConfigError, load_config, save_config
 from configs.fields import fields
 from services.cli import main
+from services.local.live import Beginning
+from services.local.open_run import save_beginning
 from services.options import pairs
+from tests.broker.helpers import Run
+from tests.conftest import ConfigFactory
 
 ROOT = Path(__file__).parents[2]
 LOCAL = ROOT / "configs" / "local.yaml"
@@ -199,6 +205,31 @@ def test_a_run_that_has_ended_says_so_at_once_instead_of_waiting_for_its_redis(
         done = lagrange(*command, str(tmp_path))
     assert done.returncode == 1
     assert said in done.stderr
+
+
+def test_status_of_a_run_that_resumes_shows_nothing_of_the_session_before(
+    lagrange: Lagrange, broker: Broker, make_config: ConfigFactory, redis_url: str, tmp_path: Path
+) -> None:
+    save_config(make_config(**{"redis.url": redis_url}), tmp_path / "config.yaml")
+    run = Run(broker).start()
+
+    def train(reward: float) -> None:
+        run.ready(2)
+        outcomes = [Outcome(delivery.group_id) for delivery in run.pull()]
+        broker.step(run.epoch, run.version, outcomes, {}, {"reward_mean": reward})
+        run.version += 1
+
+    train(0.25)
+    assert "0.250" in lagrange("status", str(tmp_path)).stdout  # nothing says when a session began
+    left = broker.snapshot()
+    save_beginning(tmp_path, Beginning(left.time_ms, left.metrics))
+    said = lagrange("status", str(tmp_path)).stdout
+    for part in ("no step yet", "starting, log: logs/sglang-0.log"):
+        assert part in said
+    for part in ("0.250", "serving"):
+        assert part not in said
+    train(0.75)
+    assert "0.750" in lagrange("status", str(tmp_path)).stdout
 
 
 def test_a_damaged_last_snapshot_is_one_message(lagrange: Lagrange, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from configs import ConfigError, load_config
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, nice_ticks
 from services.local.live import (
     NEWS_S,
+    Beginning,
     ProcessFacts,
     condensed,
     plain_line,
@@ -248,6 +249,10 @@ def engine(state: EngineState, version: int, since_ms: int) -> EngineRecord:
     return EngineRecord("engine-0", "http://127.0.0.1:30000", state, version, since_ms=since_ms)
 
 
+def begun(first: Snapshot) -> Beginning:
+    return Beginning(first.time_ms, first.metrics)
+
+
 # What a session killed at step 5 of 10 left in Redis, its checkpoint being of step 4.
 LEFT = snapshot(
     time_ms=100, step=5, durable_step=4, status="starting", metrics=record(5),
@@ -265,9 +270,9 @@ JOINING = replace(LEFT, status="running", step=4, engines=(engine(EngineState.JO
     ],
 )
 def test_until_an_engine_serves_a_resumed_run_shows_nothing_of_the_session_before(now: Snapshot) -> None:
-    line = plain_line(view_of(since(LEFT, now), [0.1] * 5, FACTS, [0.5] * 5))
+    line = plain_line(view_of(since(begun(LEFT), now), [0.1] * 5, FACTS, [0.5] * 5))
     assert line == "1:01 resuming from step 4  |  engines starting, log: logs/sglang-0.log"
-    text = shown(since(LEFT, now))
+    text = shown(since(begun(LEFT), now))
     for part in ("resuming from step 4", "4 / 10", "no step yet", "waits for an engine", "log: logs/sglang-0.log"):
         assert part in text
     for part in (" left", "0.250", "0 / 0.50 / 2", "groups ready", "gone", "serving"):
@@ -276,22 +281,24 @@ def test_until_an_engine_serves_a_resumed_run_shows_nothing_of_the_session_befor
 
 def test_a_first_start_says_starting_until_an_engine_serves() -> None:
     first = snapshot(status="starting", step=0, durable_step=0, metrics={}, engines=())
-    line = plain_line(view_of(since(first, replace(first, status="running")), [], FACTS))
+    line = plain_line(view_of(since(begun(first), replace(first, status="running")), [], FACTS))
     assert line == "1:01 starting  |  engines starting, log: logs/sglang-0.log"
 
 
 def test_a_resumed_run_shows_its_engines_as_they_come_and_its_figures_from_its_first_step_on() -> None:
-    assert "resuming from step 4  |  engines engine-0 joining" in plain_line(view_of(since(LEFT, JOINING), [], FACTS))
+    assert "resuming from step 4  |  engines engine-0 joining" in plain_line(
+        view_of(since(begun(LEFT), JOINING), [], FACTS)
+    )
     serving = replace(JOINING, engines=(engine(EngineState.SERVING, 6, since_ms=200),))
-    line = plain_line(view_of(since(LEFT, serving), [0.1] * 4, FACTS, [0.5] * 4))
+    line = plain_line(view_of(since(begun(LEFT), serving), [0.1] * 4, FACTS, [0.5] * 4))
     assert line == "1:01 running  |  engines engine-0 serving"
     stepped = replace(serving, step=5, metrics={**record(5), "time_s": 9.0})
-    assert since(LEFT, stepped) is stepped
+    assert since(begun(LEFT), stepped) is stepped
 
 
 def test_a_resumed_run_that_had_nothing_left_to_do_shows_its_last_step() -> None:
     over = replace(LEFT, status="finished")
-    assert since(LEFT, over) is over
+    assert since(begun(LEFT), over) is over
 
 
 def test_the_last_frame_does_not_say_how_to_stop() -> None:

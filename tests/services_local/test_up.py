@@ -20,6 +20,7 @@ from rich.console import Console
 
 from broker.keys import Keys
 from services.local.layout import CannotStart
+from services.local.open_run import read_beginning
 from services.local.plan import only_one, plan_new, prepare
 from services.local.session import Session, Settings
 
@@ -140,6 +141,9 @@ def test_a_finished_trainer_ends_the_run_with_a_report_and_a_ledger(launch: Call
     assert "<svg" in (run.folder / "report.html").read_text()
     assert "Finished" in run.text
     assert "starting  |  engines starting, log: logs/sglang-0.log" in run.text
+    began = read_beginning(run.folder)
+    assert began is not None
+    assert (began.time_ms > 0, began.metrics) == (True, {})
     assert not [pid for pid in (*run.pids(), *run.redis_pids()) if alive(pid)]
 
 
