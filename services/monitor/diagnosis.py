@@ -237,7 +237,10 @@ def _starved(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Find
         change = f"raise lag.max above {now.max_lag}: the bound holds back the next groups while these are sampled"
     else:
         more = more_engines(share, int(f["engines"] or 0))
-        change = f"add {more} engine{'s' if more > 1 else ''} or raise rollout.concurrent_groups"
+        change = (
+            f"add {more} engine{'s' if more > 1 else ''} if there are GPUs or idle cores for them, else raise "
+            "rollout.concurrent_groups or shorten responses (rollout.max_new_tokens)"
+        )
     return Finding(verdict=Verdict.STARVED, because=because, change=change)
 
 

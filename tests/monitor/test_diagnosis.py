@@ -51,7 +51,7 @@ def test_a_trainer_that_waits_is_starved_and_is_told_how_many_engines_to_add() -
     found = diagnose(RUNNING, EARLIER, [{**CALM[0], "wait_s": 0.7}])
     assert found.verdict is Verdict.STARVED
     assert "70 %" in found.headline
-    assert "add 3 engines" in found.headline
+    assert "add 3 engines if there are GPUs or idle cores for them, else raise rollout.conc" in found.headline
 
 
 def test_a_trainer_that_waits_at_the_bound_is_told_to_raise_the_bound() -> None:
