@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from broker.trajectory import Group
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -50,6 +52,15 @@ class Delivery:
     total_tokens: int
     payload_bytes: int
     submitted_ms: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Leased groups with their payloads. ahead: ids of ready groups that come next, as many as were asked for."""
+
+    deliveries: tuple[Delivery, ...]
+    groups: tuple[Group, ...]
+    ahead: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,12 @@ class Connection:
 
     def call(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Any]:
         """Run the transition `name`; answers are ints, str, None and lists of them."""
-        return cast(list[Any], self.calls([], [(name, keys, arguments)])[0])
+        return cast(list[Any], self.calls([], [(name, keys, arguments)])[1][0])
 
     def calls(
         self, before: Sequence[Command], transitions: Sequence[tuple[str, Sequence[str], Sequence[Argument]]]
-    ) -> list[Any]:
-        """Plain commands, then transitions, in one round trip; answers of the transitions. An error of any is raised.
+    ) -> tuple[list[Any], list[Any]]:
+        """Plain commands, then transitions, in one round trip; the answers of both. An error of any is raised.
 
         Each is atomic, all together they are not. Errors as of `attempt`.
         """
@@ -96,9 +96,10 @@ class Connection:
             for answer in answers:
                 if isinstance(answer, Exception):
                     raise answer
-            return answers[len(before) :]
+            return answers
 
-        return [_text(answer) for answer in self.attempt(once)]
+        found = self.attempt(once)
+        return found[: len(before)], [_text(answer) for answer in found[len(before) :]]
 
     def commands(self, commands: Sequence[Command]) -> list[Any]:
         """Plain commands in one round trip, bytes as they come; an error is raised as of `attempt`."""

@@ -1,8 +1,9 @@
 """Loads the Lua transitions of broker/lua.
 
 Invariant: the text of a script is fixed by the package's files: common.lua, then a function of fence.lua (transitions
-of the trainer) and the transition, then what it noted is written. Scripts may run at the memory limit (they free memory
-or write a few bytes), `admit` may not.
+of the trainer) and the transition, then what it noted is written. Two transitions make one script, as "step+pull": the
+second sees what the first did, and both together are one atomic change. Scripts may run at the memory limit (they free
+memory or write a few bytes), `admit` may not.
 """
 
 from __future__ import annotations
@@ -17,21 +18,29 @@ FENCED = frozenset(
     {"pull", "reject", "step", "cursor", "commit", "name_version", "publish", "renew_trainer", "return_leased"}
 )
 FLAGS = {"admit": "", "initialise": "", **dict.fromkeys(("snapshot", "groups", "cursor"), " flags=no-writes")}
+TOGETHER = ("submit+admit", "step+pull")
+PARTS = frozenset({"common", "fence", "both"})  # of scripts
 
 
 @cache
 def script(name: str) -> str:
-    """Full text of the transition `name`, with its shebang line (Redis 7.0)."""
-    parts = ["fence"] if name in FENCED else []
+    """Full text of the transition `name`, or of two of them with a + between, with its shebang line (Redis 7.0)."""
     if name in STANDALONE:
-        text = (FOLDER / f"{name}.lua").read_text(encoding="utf-8")
-    else:
-        common = (FOLDER / "common.lua").read_text(encoding="utf-8")
-        body = "\n".join((FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in (*parts, name))
-        text = (
-            f"{common}\nlocal function transition()\n{body}\nend\nlocal answer = transition()\nflush()\nreturn answer"
-        )
-    return f"#!lua{FLAGS.get(name, ' flags=allow-oom')}\n{text}"
+        return f"#!lua{FLAGS[name]}\n{_file(name)}"
+    parts = name.split("+")
+    flags = "" if any(FLAGS.get(part) == "" for part in parts) else FLAGS.get(name, " flags=allow-oom")
+    functions = "\n".join(_function(to, part) for to, part in zip(("first", "second"), parts, strict=False))
+    end = _file("both") if len(parts) == 2 else "local answer = first(ARGV)\nflush()\nreturn answer"
+    return f"#!lua{flags}\n{_file('common')}\n{functions}\n{end}"
+
+
+def _function(name: str, transition: str) -> str:
+    fence = _file("fence") if transition in FENCED else ""
+    return f"local function {name}(ARGV)\n{fence}\n{_file(transition)}\nend"
+
+
+def _file(name: str) -> str:
+    return (FOLDER / f"{name}.lua").read_text(encoding="utf-8")
 
 
 @cache
@@ -41,5 +50,6 @@ def digest(name: str) -> str:
 
 
 def names() -> tuple[str, ...]:
-    """All transitions, in alphabetical order."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.lua") if path.stem not in ("common", "fence")))
+    """All scripts, in alphabetical order."""
+    single = (path.stem for path in FOLDER.glob("*.lua") if path.stem not in PARTS)
+    return tuple(sorted((*single, *TOGETHER)))

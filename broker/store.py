@@ -57,8 +57,12 @@ class PayloadStore(Protocol):
         """The answer of the submit transition is known."""
         ...
 
-    def fetch(self, group_ids: Sequence[int]) -> list[bytes | memoryview | None]:
-        """Bytes of accepted groups, None where there are none."""
+    def asks(self, group_ids: Sequence[int]) -> Command:
+        """What to ask Redis in order to fetch the bytes of accepted groups, at least one."""
+        ...
+
+    def found(self, answer: Sequence[Any]) -> list[bytes | memoryview | None]:
+        """Their bytes, from Redis' answer; None where there are none."""
         ...
 
     def collect(self) -> int:
@@ -89,12 +93,13 @@ class RedisPayloadStore:
     def settle(self, staged: Staged, accepted: bool) -> None:
         """Nothing: the transition moved or freed the key."""
 
-    def fetch(self, group_ids: Sequence[int]) -> list[bytes | memoryview | None]:
+    def asks(self, group_ids: Sequence[int]) -> Command:
         """See PayloadStore."""
-        if not group_ids:
-            return []
-        found = self._connection.commands([("MGET", *map(self._keys.payload, group_ids))])
-        return list(found[0])
+        return ("MGET", *map(self._keys.payload, group_ids))
+
+    def found(self, answer: Sequence[Any]) -> list[bytes | memoryview | None]:
+        """See PayloadStore."""
+        return list(answer)
 
     def collect(self) -> int:
         """Nothing: the transitions free keys themselves."""
@@ -143,9 +148,13 @@ class FolderPayloadStore:
         elif not path.exists():
             self._write(staged.file, staged.payload)
 
-    def fetch(self, group_ids: Sequence[int]) -> list[bytes | memoryview | None]:
+    def asks(self, group_ids: Sequence[int | str]) -> Command:
+        """See PayloadStore: the groups' records, which name their files."""
+        return ("MGET", *map(self._keys.group, group_ids))
+
+    def found(self, answer: Sequence[Any]) -> list[bytes | memoryview | None]:
         """See PayloadStore; the bytes are the file's pages, mapped."""
-        return [None if name is None else self._map(name) for name in self._recorded(group_ids)]
+        return [None if name is None else self._map(name) for name in _files(answer)]
 
     def collect(self) -> int:
         """See PayloadStore. In memory, files are kept to be written over: with them, the run stays within its limit."""
@@ -181,18 +190,12 @@ class FolderPayloadStore:
             with contextlib.suppress(FileNotFoundError):
                 if entry.is_file() and entry.stat().st_mtime < before:
                     old.append(entry.name)
-        known = self._recorded([_id_of(name) for name in old])
+        ids = [_id_of(name) for name in old]
+        known = _files(self._connection.commands([self.asks(ids)])[0]) if ids else []
         gone = [name for name, blob in zip(old, known, strict=True) if blob != name]
         for name in gone:
             (self.folder / name).unlink(missing_ok=True)
         return len(gone)
-
-    def _recorded(self, group_ids: Sequence[int | str]) -> list[str | None]:
-        """The file that each group's record names."""
-        if not group_ids:
-            return []
-        (found,) = self._connection.commands([("MGET", *map(self._keys.group, group_ids))])
-        return [None if record is None else msgspec.msgpack.decode(record).get("blob") for record in found]
 
     def _write(self, name: str, payload: Payload) -> None:
         aside = self.folder / f".{name}.{uuid.uuid4().hex[:8]}"
@@ -251,6 +254,11 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _files(records: Sequence[bytes | None]) -> list[str | None]:
+    """The file that each group's record names."""
+    return [None if record is None else msgspec.msgpack.decode(record).get("blob") for record in records]
 
 
 def _id_of(name: str) -> str:

@@ -16,7 +16,7 @@ from broker import snapshot as view
 from broker.changes import Changes
 from broker.errors import Fenced, NotLeased, VersionMismatch
 from broker.handle import RunHandle
-from broker.types import Delivery, Outcome, PromptCursor, Refused, TrainerState, VersionRecord
+from broker.types import Batch, Delivery, Outcome, PromptCursor, Refused, TrainerState, VersionRecord
 
 
 class TrainerCalls(RunHandle):
@@ -51,10 +51,13 @@ class TrainerCalls(RunHandle):
 
     def pull(self, epoch: int, version: int, groups: int) -> tuple[Delivery, ...] | Refused:
         """Lease the batch of the step at `version`: `groups` groups, earliest deadline first. Poll while Refused."""
-        answer = self._trainer("pull", epoch, version, groups, uuid.uuid4().hex, asked=version)
-        if answer[0] == "refused":
-            return Refused(answer[1], answer[2])
-        return tuple(Delivery(*map(int, item)) for item in answer[1:])
+        answer = self._trainer("pull", epoch, version, groups, uuid.uuid4().hex, 0, asked=version)
+        return Refused(answer[1], answer[2]) if answer[0] == "refused" else _deliveries(answer)
+
+    def pull_batch(self, epoch: int, version: int, groups: int) -> Batch | Refused:
+        """`pull`, then `fetch`; with what comes next, for `step_and_pull`."""
+        answer = self._trainer("pull", epoch, version, groups, uuid.uuid4().hex, groups, asked=version)
+        return self._batch(answer, {})
 
     def listen_for_batches(self, heard: Callable[[str], None]) -> Changes:
         """Call `heard`, in another thread, when groups arrived and a step's are ready; see broker/changes.py."""
@@ -76,13 +79,38 @@ class TrainerCalls(RunHandle):
 
         lag_tokens: lag -> tokens trained at it. Raises NotLeased or VersionMismatch, having changed nothing.
         """
-        flat = [item for o in outcomes for item in (o.group_id, int(o.filtered))]
-        lags = [item for lag, tokens in lag_tokens.items() for item in (lag, tokens)]
-        record = msgspec.json.encode(dict(metrics))
-        answer = self._trainer("step", epoch, version, record, len(outcomes), *flat, *lags, asked=version)
+        answer = self._trainer("step", epoch, version, *_step(outcomes, lag_tokens, metrics), asked=version)
         if answer[0] == "not-leased":
             raise NotLeased(int(answer[1]))
         self._tidy()
+
+    def step_and_pull(
+        self,
+        epoch: int,
+        version: int,
+        outcomes: Sequence[Outcome],
+        lag_tokens: Mapping[int, int],
+        metrics: Mapping[str, object],
+        groups: int,
+        ahead: Sequence[int] = (),
+    ) -> Batch | Refused:
+        """`step`, then `pull_batch` of `groups` groups at the next version, as one atomic change.
+
+        For a trainer of one rank that takes its next batch when it has done one. ahead: `Batch.ahead` of the last one;
+        payloads of these come in the same round trip. Errors as of `step`, the batch being as it was. A payload that
+        cannot be read raises CorruptPayload when the step is recorded and the batch leased: reject the group, and
+        return_leased.
+        """
+        first = (epoch, version, *_step(outcomes, lag_tokens, metrics))
+        second = (epoch, version + 1, groups, uuid.uuid4().hex, groups)
+        before = [self._store().asks(ahead)] if ahead else []
+        call = ("step+pull", [self._keys.prefix], [len(first), *first, *second])
+        found, answers = self._connection.calls(before, [call])
+        stepped, pulled = self._initialised(answers[0])
+        if self._allowed(stepped, "step", epoch, version)[0] == "not-leased":
+            raise NotLeased(int(stepped[1]))
+        self._tidy()
+        return self._batch(pulled, dict(zip(ahead, found[0], strict=True)) if ahead else {})
 
     def prompt_cursor(self, epoch: int, step: int) -> PromptCursor:
         """The trained frontier, to keep in the checkpoint of `step`, the one recorded last (else VersionMismatch)."""
@@ -117,10 +145,35 @@ class TrainerCalls(RunHandle):
         """Put the leased batch back into the queue (a step that was aborted); returns how many groups."""
         return int(self._trainer("return_leased", epoch)[1])
 
+    def _batch(self, answer: list[Any], ahead: Mapping[int, Any]) -> Batch | Refused:
+        """ahead: by group id what Redis said to `PayloadStore.asks`, of some groups."""
+        if answer[0] == "refused":
+            return Refused(answer[1], answer[2])
+        deliveries = _deliveries(answer)
+        ids = [d.group_id for d in deliveries]
+        here = all(ahead.get(i) is not None for i in ids)
+        payloads = self._payloads(ids, [ahead[i] for i in ids]) if here else self.fetch_bytes(ids)
+        return Batch(deliveries, tuple(self._decoded(ids, payloads)), tuple(map(int, answer[1])))
+
     def _trainer(self, name: str, epoch: int, *arguments: str | int | float | bytes, asked: int = 0) -> list[Any]:
-        answer = self._call(name, epoch, *arguments)
+        return self._allowed(self._call(name, epoch, *arguments), name, epoch, asked)
+
+    def _allowed(self, answer: list[Any], name: str, epoch: int, asked: int) -> list[Any]:
         if answer[0] == "fenced":
             raise Fenced(epoch, int(answer[1]))
         if answer[0] == "version":
             raise VersionMismatch(name, asked, int(answer[1]))
         return answer
+
+
+def _deliveries(answer: list[Any]) -> tuple[Delivery, ...]:
+    return tuple(Delivery(*map(int, item)) for item in answer[2:])
+
+
+def _step(
+    outcomes: Sequence[Outcome], lag_tokens: Mapping[int, int], metrics: Mapping[str, object]
+) -> list[str | int | bytes]:
+    """What lua/step.lua wants to know beyond epoch and version."""
+    flat = [item for o in outcomes for item in (o.group_id, int(o.filtered))]
+    lags = [item for lag, tokens in lag_tokens.items() for item in (lag, tokens)]
+    return [msgspec.json.encode(dict(metrics)), len(outcomes), *flat, *lags]

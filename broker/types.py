@@ -5,6 +5,7 @@
 
 from broker.answers import (
     NO_SERVER,
+    Batch,
     Delivery,
     EngineRecord,
     EngineState,
@@ -44,6 +45,7 @@ from broker.trajectory import (
 
 __all__ = [
     "NO_SERVER",
+    "Batch",
     "BoolArray",
     "DeadLetter",
     "Delivery",

@@ -7,7 +7,7 @@ is one atomic transition, and repeating it changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -32,12 +32,9 @@ class WorkerCalls(RunHandle):
     def admit_many(self, worker: str, engine_id: str, groups: int) -> tuple[Ticket, ...] | Refused:
         """Ask for up to `groups` groups at once; at least one, or Refused."""
         try:
-            answer = self._call("admit", worker, engine_id, groups)
+            return _tickets(self._call("admit", worker, engine_id, groups))
         except OutOfMemory as error:
             return Refused("memory", str(error))
-        if answer[0] == "refused":
-            return Refused(answer[1], answer[2])
-        return tuple(Ticket(*map(int, item)) for item in answer[1:])
 
     def submit(self, group: Group, *, stats: Mapping[str, float] | None = None) -> SubmitResult | Refused:
         """Hand a finished group in. stats: added to the counters of the same names. Refused("memory"): try again later.
@@ -50,33 +47,57 @@ class WorkerCalls(RunHandle):
         self, groups: Sequence[Group], *, stats: Mapping[str, float] | None = None
     ) -> tuple[SubmitResult | Refused, ...]:
         """Hand several groups in, in one round trip; an answer for each. stats: counted once if any of them is new."""
+        if not groups:
+            return ()
+        try:
+            return self._submit(groups, stats or {})[0]
+        except OutOfMemory as error:
+            return (Refused("memory", str(error)),) * len(groups)
+
+    def submit_and_admit(
+        self, groups: Sequence[Group], engine_id: str, wanted: int, *, stats: Mapping[str, float] | None = None
+    ) -> tuple[tuple[SubmitResult | Refused, ...], tuple[Ticket, ...] | Refused]:
+        """`submit_many`, then `admit_many` of `wanted` groups for the same worker, as one atomic change.
+
+        For a loop that asks for its next groups when it hands in the last. groups: at least one, all of one worker.
+        """
+        try:
+            results, answer = self._submit(groups, stats or {}, (groups[0].worker, engine_id, wanted))
+            return results, _tickets(answer)
+        except OutOfMemory as error:
+            return self.submit_many(groups, stats=stats), Refused("memory", str(error))
+
+    def _submit(
+        self, groups: Sequence[Group], stats: Mapping[str, float], admission: tuple[str, str, int] | None = None
+    ) -> tuple[tuple[SubmitResult | Refused, ...], list[Any]]:
+        """The answer for each group, and that of the admission that follows, if it is asked for."""
         for group in groups:
             check_group(group)
             if group.run != self.run_id:
                 raise WrongRun(
                     f"group {group.group_id} belongs to run {group.run!r}, this broker serves {self.run_id!r}"
                 )
-        if not groups:
-            return ()
         store = self._store()
         arguments: list[str | int | float] = [len(groups)]
         staged: list[Staged] = []
-        try:
-            for group in groups:
-                staged.append(store.stage(group.group_id, wire.pieces(group, self._codec)))
-                arguments += submission(group, staged[-1])
-            for name, value in (stats or {}).items():
-                arguments += [name, float(value)]
-            keys = [self._keys.prefix, *(s.key for s in staged if s.key)]
-            before = [command for s in staged for command in s.commands]
-            answer = self._initialised(self._connection.calls(before, [("submit", keys, arguments)])[0])
-        except OutOfMemory as error:
-            return (Refused("memory", str(error)),) * len(groups)
+        for group in groups:
+            staged.append(store.stage(group.group_id, wire.pieces(group, self._codec)))
+            arguments += submission(group, staged[-1])
+        for name, value in stats.items():
+            arguments += [name, float(value)]
+        keys = [self._keys.prefix, *(s.key for s in staged if s.key)]
+        before = [command for s in staged for command in s.commands]
+        if admission is None:
+            call, tickets = ("submit", keys, arguments), []
+            answers = self._initialised(self._connection.calls(before, [call])[1][0])
+        else:
+            call = ("submit+admit", keys, [len(arguments), *arguments, *admission])
+            answers, tickets = self._initialised(self._connection.calls(before, [call])[1][0])
         results: list[SubmitResult | Refused] = []
-        for one, of in zip(answer, staged, strict=True):
-            results.append("accepted" if one[0] == "accepted" else Refused(one[1], one[2]))
-            store.settle(of, one[0] == "accepted")
-        return tuple(results)
+        for answer, of in zip(answers, staged, strict=True):
+            results.append("accepted" if answer[0] == "accepted" else Refused(answer[1], answer[2]))
+            store.settle(of, answer[0] == "accepted")
+        return tuple(results), tickets
 
     def fail(self, group_id: int, worker: str, reason: str, tokens: int = 0, final: bool = False) -> bool:
         """Give a group up; its prompt is issued again while tries are left, unless final. False if it was not held.
@@ -103,3 +124,9 @@ class WorkerCalls(RunHandle):
     def heartbeat_worker(self, worker: str, stats: Mapping[str, float | int | str]) -> None:
         """Show a worker on the monitor; the server adds heartbeat_ms."""
         self._call("heartbeat", worker, msgspec.json.encode(dict(stats)))
+
+
+def _tickets(answer: list[Any]) -> tuple[Ticket, ...] | Refused:
+    if answer[0] == "refused":
+        return Refused(answer[1], answer[2])
+    return tuple(Ticket(*map(int, item)) for item in answer[1:])

@@ -30,7 +30,18 @@ import redis
 from broker import wire
 from broker.queue import Broker
 from broker.server import EmbeddedServer
-from broker.types import EngineRecord, EngineState, Group, Outcome, Refused, Trajectory, VersionRecord, VersionRun
+from broker.types import (
+    Batch,
+    EngineRecord,
+    EngineState,
+    Group,
+    Outcome,
+    Refused,
+    Ticket,
+    Trajectory,
+    VersionRecord,
+    VersionRun,
+)
 from tests.conftest import RUN, small_config
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -66,30 +77,41 @@ def group(ticket_id: int, prompt: int, sample: Trajectory, samples: int = 1) -> 
 
 def broker_producer(url: str, sample: Trajectory, samples: int, batch: int, messages: int, ready: Ready) -> None:
     broker, sent = Broker.connect(url, RUN, timeout_s=60), 0
+    tickets: tuple[Ticket, ...] | Refused = Refused("", "")
     ready()
     while sent < messages:
-        tickets = broker.admit_many(WORKER, ENGINE, min(batch, messages - sent))
+        if isinstance(tickets, Refused):
+            tickets = broker.admit_many(WORKER, ENGINE, min(batch, messages - sent))
         if isinstance(tickets, Refused):
             time.sleep(POLL_S)
             continue
-        answers = broker.submit_many([group(t.group_id, t.prompt_index, sample, samples) for t in tickets])
-        assert all(answer == "accepted" for answer in answers), answers
         sent += len(tickets)
+        groups = [group(t.group_id, t.prompt_index, sample, samples) for t in tickets]
+        if sent < messages:
+            answers, tickets = broker.submit_and_admit(groups, ENGINE, min(batch, messages - sent))
+        else:
+            answers = broker.submit_many(groups)
+        assert all(answer == "accepted" for answer in answers), answers
 
 
 def broker_consumer(url: str, epoch: int, batch: int, messages: int, ready: Ready) -> None:
     broker, version, got = Broker.connect(url, RUN, timeout_s=60), 0, 0
+    held: Batch | Refused = Refused("", "")
     ready()
     while got < messages:
-        wanted = min(batch, messages - got)
-        deliveries = broker.pull(epoch, version, wanted)
-        if isinstance(deliveries, Refused):
+        if isinstance(held, Refused):
+            held = broker.pull_batch(epoch, version, min(batch, messages - got))
+        if isinstance(held, Refused):
             time.sleep(POLL_S)
             continue
-        groups = broker.fetch([d.group_id for d in deliveries])
-        assert groups[0].trajectories[0].response_ids[0] >= 0
-        broker.step(epoch, version, [Outcome(g.group_id) for g in groups], {}, {})
-        version, got = version + 1, got + wanted
+        assert held.groups[0].trajectories[0].response_ids[0] >= 0
+        got += len(held.groups)
+        outcomes = [Outcome(g.group_id) for g in held.groups]
+        if got < messages:
+            held = broker.step_and_pull(epoch, version, outcomes, {}, {}, min(batch, messages - got), held.ahead)
+        else:
+            broker.step(epoch, version, outcomes, {}, {})
+        version += 1
         if version % CHECKPOINT_EVERY == 0 or got == messages:
             broker.commit(epoch, version)
             broker.publish(epoch, VersionRecord(version, version, "path", "sum"))

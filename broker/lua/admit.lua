@@ -20,8 +20,8 @@ if not engine or engine.state ~= 'serving' or engine.version < 0 then
 end
 reap()
 local v, B, max_lag, e = n('version'), n('groups_per_step'), n('max_lag'), engine.version
-local accepted = redis.call('HMGET', k('counters'), 'groups_accepted', 'payload_bytes_total')
-local mean, stored = accepted[1] and accepted[2] / accepted[1] or 0, stored_bytes()
+local accepted, stored = total('counters', 'groups_accepted'), total('ledger', 'bytes')
+local mean = accepted > 0 and total('counters', 'payload_bytes_total') / accepted or 0
 local generating = redis.call('ZCARD', k('generating'))
 local flying = in_flight()
 
@@ -46,7 +46,7 @@ local function limit()
         policy.max_bytes}
     end
     free_payload(id, group(id))
-    stored = stored_bytes()
+    stored = total('ledger', 'bytes')
     count('payloads_freed_early')
   end
 end

@@ -11,7 +11,7 @@ for _, past in ipairs(redis.call('HKEYS', k('step_lags'))) do
 end
 set('durable_step', int(math.max(step, n('durable_step'))))
 if policy.checkpoint_asked and n('checkpoint_asked') <= step then
-  redis.call('HDEL', POLICY, 'checkpoint_asked')
+  unset('checkpoint_asked')
   event('checkpoint', 'step ' .. int(step) .. ', as asked')
 end
 set('trainer_deadline', int(now + n('trainer_lease_ms')))

@@ -47,14 +47,21 @@ local now_us = tonumber(TIME[1]) * 1000000 + tonumber(TIME[2]) + n('clock_shift_
 local now = math.floor(now_us / 1000)
 local CAP, CHUNK = 1000, 1000
 
--- What a transition changes in records, indexes and sums it notes in here; `flush` writes all of it, at the end or before
--- an index is read again. So a batch costs little more than one group.
+-- What a transition changes in records, indexes and sums it notes in here. `write` writes records and indexes, before an
+-- index is read again; `flush` writes all of it, at the end. So a batch costs little more than one group, and what a
+-- second transition of the same script takes back from a sum is never written.
 local records, changed, unlinked, indexes, sums, lines, attributed = {}, {}, {}, {}, {}, {}, {}
 local GROUP = k('group:')
 
-local function set(name, value)
-  policy[name] = value
-  redis.call('HSET', POLICY, name, value)
+-- Settings get values: name, value, name, value...
+local function set(...)
+  local given = {...}
+  for i = 1, #given, 2 do policy[given[i]] = given[i + 1] end
+  redis.call('HSET', POLICY, ...)
+end
+local function unset(...)
+  for _, name in ipairs({...}) do policy[name] = false end
+  redis.call('HDEL', POLICY, ...)
 end
 -- A command with all of a list as its last arguments, in as many calls as that takes.
 local function with_all(list, command, key)
@@ -102,7 +109,34 @@ local function add(name, at, by)
   end
   of[at] = (of[at] or 0) + by
 end
+local function write()
+  local written = {}
+  for id in pairs(changed) do
+    if records[id] then
+      written[#written + 1] = GROUP .. id
+      written[#written + 1] = cmsgpack.pack(records[id])
+    else
+      unlinked[#unlinked + 1] = GROUP .. id
+    end
+  end
+  with_all(written, 'MSET')
+  with_all(unlinked, 'UNLINK')
+  for name, of in pairs(indexes) do
+    local entering, leaving, e, l = {}, {}, 0, 0
+    for member, score in pairs(of) do
+      if score then
+        entering[e + 1], entering[e + 2], e = score, member, e + 2
+      else
+        leaving[l + 1], l = member, l + 1
+      end
+    end
+    with_all(entering, 'ZADD', k(name))
+    with_all(leaving, 'ZREM', k(name))
+  end
+  changed, unlinked, indexes = {}, {}, {}
+end
 local function flush()
+  write()
   for _, of in ipairs(attributed) do
     for dimension, name in pairs({task = of.task, engine = of.engine, worker = of.worker}) do
       local what = ':' .. of.kind .. ':' .. dimension .. ':'
@@ -130,34 +164,12 @@ local function flush()
       end
     end
   end
-  local written = {}
-  for id in pairs(changed) do
-    if records[id] then
-      written[#written + 1] = GROUP .. id
-      written[#written + 1] = cmsgpack.pack(records[id])
-    else
-      unlinked[#unlinked + 1] = GROUP .. id
-    end
-  end
-  with_all(written, 'MSET')
-  with_all(unlinked, 'UNLINK')
-  for name, of in pairs(indexes) do
-    local entering, leaving, e, l = {}, {}, 0, 0
-    for member, score in pairs(of) do
-      if score then
-        entering[e + 1], entering[e + 2], e = score, member, e + 2
-      else
-        leaving[l + 1], l = member, l + 1
-      end
-    end
-    with_all(entering, 'ZADD', k(name))
-    with_all(leaving, 'ZREM', k(name))
-  end
-  changed, unlinked, indexes, sums, lines, attributed = {}, {}, {}, {}, {}, {}
+  sums, lines, attributed = {}, {}, {}
 end
 local function count(name, by) add('counters', name, tonumber(by or 1)) end
-local function stored_bytes()
-  return (tonumber(redis.call('HGET', k('ledger'), 'bytes')) or 0) + (sums.ledger and sums.ledger.bytes or 0)
+-- A sum as this transition has changed it.
+local function total(name, at)
+  return (tonumber(redis.call('HGET', k(name), at)) or 0) + (sums[name] and sums[name][at] or 0)
 end
 local function capped(list, text)
   local over = redis.call('LPUSH', k(list), text) - CAP

@@ -4,7 +4,6 @@
 -- returns {"named", version} | {"fenced", holder}
 local highest = math.max(n('highest'), n('version'), n('published'))
 for _, raw in ipairs(redis.call('HVALS', k('engines'))) do highest = math.max(highest, cjson.decode(raw).version) end
-set('highest', int(highest + 1))
-set('version', int(highest + 1))
-redis.call('HDEL', POLICY, 'straggler_since', 'stepped')
+set('highest', int(highest + 1), 'version', int(highest + 1))
+unset('straggler_since', 'stepped')
 return {'named', int(highest + 1)}

@@ -1,12 +1,13 @@
 -- pull.lua: the trainer leases the batch of the next step: earliest deadline first, none beyond the bound (rule P).
 -- KEYS  1 prefix; touches policy, ledger, group:<id>, generating, admitted_hist, ready, waiting, leased, ready_hist, counters
--- ARGV  1 epoch  2 version  3 groups  4 nonce of the call: a repeated one gets the same batch
--- returns {"batch", {id, prompt, attempt, oldest, samples, tokens, total, bytes, submitted ms}...}
+-- ARGV  1 epoch  2 version  3 groups  4 nonce of the call: a repeated one gets the same batch  5 how many to look ahead
+-- returns {"batch", {ids of those that are next in line now}, {id, prompt, attempt, oldest, samples, tokens, total,
+--         bytes, submitted ms}...}
 --       | {"refused", "starved" | "straggler", detail} | {"version", recorded version} | {"fenced", holder}
 local version, groups, B, max_lag = n('version'), tonumber(ARGV[3]), n('groups_per_step'), n('max_lag')
 if tonumber(ARGV[2]) ~= version then return {'version', int(version)} end
 set('trainer_deadline', int(now + n('trainer_lease_ms')))
-local out = {'batch'}
+local out, ahead = {'batch', {}}, tonumber(ARGV[5])
 local function delivery(id, r)
   return {id, r.prompt, r.attempt, r.oldest, r.samples, r.tokens, r.total, r.bytes, r.submitted}
 end
@@ -46,8 +47,9 @@ if waits_for then
   end
   count('stragglers_left_behind')
 end
-redis.call('HDEL', POLICY, 'straggler_since')
+unset('straggler_since')
 local ids = redis.call('ZRANGE', k('ready'), 0, groups - 1)
+if ahead > 0 then out[2] = redis.call('ZRANGE', k('ready'), groups, groups + ahead - 1) end
 for _, id in ipairs(load(ids)) do
   local rec = group(id)
   leave(id, rec)
@@ -55,5 +57,5 @@ for _, id in ipairs(load(ids)) do
   enter(id, rec, 'leased')
   out[#out + 1] = delivery(id, rec)
 end
-redis.call('HSET', POLICY, 'pull_nonce', ARGV[4], 'pull_ids', cjson.encode(ids), 'pull_max_lag', max_lag)
+set('pull_nonce', ARGV[4], 'pull_ids', cjson.encode(ids), 'pull_max_lag', max_lag)
 return out

@@ -8,6 +8,6 @@ for _, id in ipairs(load(ids)) do
   leave(id, rec)
   enter(id, rec, 'ready')
 end
-redis.call('HDEL', POLICY, 'pull_nonce')
+unset('pull_nonce')
 count('groups_returned', #ids)
 return {'returned', #ids}

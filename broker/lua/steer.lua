@@ -23,8 +23,7 @@ if command == 'lag' then
   end
   local before = policy.max_lag
   if tonumber(before) == value then return answer(nil, 'max_lag is ' .. before .. ' already') end
-  set('max_lag', int(value))
-  set('lag_changed_step', policy.step)
+  set('max_lag', int(value), 'lag_changed_step', policy.step)
   return answer(nil, 'max_lag ' .. before .. ' -> ' .. int(value))
 elseif command == 'pause' then
   set('paused', '1')

@@ -48,9 +48,8 @@ for _, id in ipairs(leased) do
     enter(id, rec, 'ready')
   end
 end
-redis.call('HSET', POLICY, 'step', int(step), 'version', int(version + 1), 'highest',
-  int(math.max(n('highest'), version + 1)), 'stepped', ARGV[2], 'metrics', ARGV[3], 'trainer_deadline',
-  int(now + n('trainer_lease_ms')))
-redis.call('HDEL', POLICY, 'straggler_since', 'pull_nonce')
+set('step', int(step), 'version', int(version + 1), 'highest', int(math.max(n('highest'), version + 1)), 'stepped', ARGV[2],
+  'metrics', ARGV[3], 'trainer_deadline', int(now + n('trainer_lease_ms')))
+unset('straggler_since', 'pull_nonce')
 capped('metrics', ARGV[3])
 return {'stepped'}

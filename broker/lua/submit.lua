@@ -52,7 +52,7 @@ for i = 1, groups do ids[i] = ARGV[2 + 10 * (i - 1)] end
 load(ids)
 local out = {}
 for i = 1, groups do out[i] = submit(2 + 10 * (i - 1), KEYS[1 + i]) end
-flush()
+write()
 local ready = redis.call('ZCARD', k('ready'))
 if ready >= n('groups_per_step') then redis.call('PUBLISH', k('batches'), 'ready ' .. ready) end
 return out

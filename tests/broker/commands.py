@@ -6,13 +6,14 @@ Invariant: a rule here is a call of `Broker` (or a few of the same), one of the 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from broker.errors import Fenced
-from broker.types import EngineRecord, EngineState, Outcome, Refused, VersionRecord
+from broker.types import Delivery, EngineRecord, EngineState, Group, Outcome, Refused, Ticket, VersionRecord
 from tests.broker.helpers import finished
 from tests.broker.machine import ENGINES, HOUR, WORKERS, Checkpoint, Compared
 from tests.conftest import RUN
@@ -26,13 +27,34 @@ class Commands(Compared):
     @rule(worker=st.sampled_from(WORKERS), engine=st.sampled_from(ENGINES), times=st.integers(1, 4))
     def admit(self, worker: str, engine: str, times: int) -> None:
         for _ in range(times):
-            answer, expected = self.broker.admit(worker, engine), self.model.admit(engine)
-            if isinstance(answer, Refused):
-                assert answer.reason == expected
-                return
-            assert (answer.prompt_index, answer.attempt, answer.engine_version) == expected
-            self.model.admitted(answer.group_id, worker, *expected)
-            self.tickets.append((worker, answer))
+            answer = self.broker.admit(worker, engine)
+            self.admitted(worker, engine, answer if isinstance(answer, Refused) else (answer,), 1)
+
+    def admitted(self, worker: str, engine: str, answer: tuple[Ticket, ...] | Refused, wanted: int) -> None:
+        tickets = () if isinstance(answer, Refused) else answer
+        for ticket in tickets:
+            expected = self.model.admit(engine)
+            assert (ticket.prompt_index, ticket.attempt, ticket.engine_version) == expected
+            self.model.admitted(ticket.group_id, worker, *expected)
+            self.tickets.append((worker, ticket))
+        if len(tickets) < wanted:
+            why = self.model.admit(engine)
+            assert isinstance(why, str)
+            assert not isinstance(answer, Refused) or answer.reason == why
+
+    @precondition(lambda self: self.tickets)
+    @rule(pick=st.integers(0, 7), age=st.integers(-1, 2), engine=st.sampled_from(ENGINES), wanted=st.integers(1, 3))
+    def submit_and_admit(self, pick: int, age: int, engine: str, wanted: int) -> None:
+        worker, ticket = self.tickets[-1 - pick % len(self.tickets)]
+        version = min(max(0, ticket.engine_version + age), max(0, self.model.published))
+        held = self.model.groups.get(ticket.group_id)
+        if held is not None and held.state != "generating":
+            return
+        group = finished(ticket, RUN, version, worker=worker, response=2)
+        (first,), tickets = self.broker.submit_and_admit([group], engine, wanted)
+        expected = self.model.submit(ticket.group_id, worker, version, 4)
+        assert (first.reason if isinstance(first, Refused) else first) == expected
+        self.admitted(worker, engine, tickets, wanted)
 
     @precondition(lambda self: self.tickets)
     @rule(picks=st.lists(st.integers(0, 7), min_size=1, max_size=4), age=st.integers(-1, 2), response=st.integers(1, 4))
@@ -97,13 +119,15 @@ class Commands(Compared):
     @rule()
     def pull(self) -> None:
         answer = self.broker.pull(self.epoch, self.model.version, self.settings.groups_per_step)
-        expected = self.model.pull(self.settings.groups_per_step)
         if isinstance(answer, Refused):
-            assert answer.reason == expected
+            assert answer.reason == self.model.pull(self.settings.groups_per_step)
             return
-        self.leased = [d.group_id for d in answer]
-        assert self.leased == expected
-        for d, group in zip(answer, self.broker.fetch(self.leased), strict=True):
+        self.pulled(answer, self.broker.fetch([d.group_id for d in answer]))
+
+    def pulled(self, deliveries: Sequence[Delivery], groups: Sequence[Group]) -> None:
+        self.leased = [d.group_id for d in deliveries]
+        assert self.leased == self.model.pull(self.settings.groups_per_step)
+        for d, group in zip(deliveries, groups, strict=True):
             assert (group.prompt_index, group.attempt, group.response_tokens) == (
                 d.prompt_index,
                 d.attempt,
@@ -112,8 +136,13 @@ class Commands(Compared):
             assert group.oldest_version == d.oldest_version
 
     @precondition(lambda self: self.leased)
-    @rule(filtered=st.lists(st.booleans(), min_size=3, max_size=3), leave_out=st.booleans())
-    def step(self, filtered: list[bool], leave_out: bool) -> None:
+    @rule(
+        filtered=st.lists(st.booleans(), min_size=3, max_size=3),
+        leave_out=st.booleans(),
+        ahead=st.sampled_from([None, None, (), (0,), (1, 0)]),
+    )
+    def step(self, filtered: list[bool], leave_out: bool, ahead: tuple[int, ...] | None = None) -> None:
+        """ahead: None records the step alone; else the next batch is pulled with it, some of which was foreseen."""
         outcomes = list(zip(self.leased, filtered, strict=False))
         if leave_out and len(outcomes) > 1:
             outcomes.pop()
@@ -127,8 +156,19 @@ class Commands(Compared):
         self.leased = []
         self.model.step(outcomes)
         said = [Outcome(i, skip) for i, skip in outcomes]
-        for _ in range(2):  # a repeated step changes nothing
-            self.broker.step(self.epoch, version, said, lags, {"n": version})
+        if ahead is None:
+            for _ in range(2):  # a repeated step changes nothing
+                self.broker.step(self.epoch, version, said, lags, {"n": version})
+            return
+        wanted = self.settings.groups_per_step
+        ready = self.model.in_line()
+        foreseen = [ready[i] for i in ahead if i < len(ready)]
+        answer = self.broker.step_and_pull(self.epoch, version, said, lags, {"n": version}, wanted, foreseen)
+        if isinstance(answer, Refused):
+            assert answer.reason == self.model.pull(wanted)
+            return
+        self.pulled(answer.deliveries, answer.groups)
+        assert list(answer.ahead) == self.model.in_line()[:wanted]
 
     @precondition(lambda self: self.leased)
     @rule()

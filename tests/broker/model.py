@@ -243,6 +243,10 @@ class Model:
         self.straggler_since = None
         return self.version
 
+    def in_line(self) -> list[int]:
+        """Ready groups, those first that are pulled first."""
+        return lag.choose_batch(((i, g.oldest) for i, g in self.of("ready").items()), len(self.groups))
+
     def pull(self, groups: int) -> str | list[int]:
         self._reap()
         for i, g in self.of("ready").items():

@@ -70,6 +70,8 @@ class Protocol(Commands):
         if not self.leased:
             self.pull()
         if step and self.leased:
+            self.step([False, True, False], False, (0,) if self.model.step_number % 2 else None)
+        if step and self.leased:  # what came with the step
             self.step([False, True, False], False)
 
     @rule(groups=st.integers(3, 6), leave=st.integers(0, 2))
@@ -123,7 +125,7 @@ class Protocol(Commands):
         elif self.leased and what == "reject":
             self.reject()
         elif self.leased:
-            self.step([False, True, False], True)
+            self.step([False, True, False], True, ())
 
     @precondition(lambda self: self.tickets)
     @rule(final=st.booleans())

@@ -51,6 +51,13 @@ MUTATIONS = {
         "redis.call('ZRANGE', k('ready'), -groups, -1)",
     ),
     "what was noted is written before it is read again": ("common", "if #ids > 0 then flush() end", ""),
+    "the second of two transitions sees what the first did": ("both", "write()\n", ""),
+    "and the settings that the first changed": (
+        "common",
+        "for i = 1, #given, 2 do policy[given[i]] = given[i + 1] end",
+        "",
+    ),
+    "what comes next is said": ("pull", "k('ready'), groups, groups + ahead - 1", "k('ready'), 0, ahead - 1"),
     "leases expire": ("common", "local function reap()\n", "local function reap()\n  if true then return end\n"),
     "tries are bounded": ("common", "rec.attempt < n('group_tries')", "true"),
     "a step is recorded once": ("step", "if policy.stepped == ARGV[2] and", "if false and"),

@@ -30,9 +30,11 @@ from tests.conftest import RUN, small_config
 PASSWORDS: dict[Role, str] = {role: f"password-of-the-{role}" for role in ROLES}
 # Who may call a transition to its end. Where a role is not one that does so in a run, the threat model says why it may.
 CALLERS: dict[str, set[Role]] = {
-    **{name: {"worker", "trainer", "operator"} for name in ("admit", "submit", "renew", "fail")},
+    **{name: {"worker", "trainer", "operator"} for name in ("admit", "submit", "submit+admit", "renew", "fail")},
     **{name: {"worker", "operator"} for name in ("heartbeat", "pass_rate")},
-    **{name: {"trainer", "operator"} for name in ("attach", "pull", "reject", "step", "commit", "publish")},
+    **{
+        name: {"trainer", "operator"} for name in ("attach", "pull", "reject", "step", "step+pull", "commit", "publish")
+    },
     "return_leased": {"trainer", "operator"},
     **{name: {"trainer", "monitor", "operator"} for name in ("renew_trainer", "set_policy", "steer")},
     **{name: {"trainer", "monitor", "operator"} for name in ("name_version", "initialise")},  # they write the policy
@@ -45,7 +47,7 @@ CALLERS: dict[str, set[Role]] = {
     "snapshot": set(ROLES),
 }
 OWNER: dict[str, Role] = {
-    **dict.fromkeys(("admit", "submit", "renew", "fail", "heartbeat", "pass_rate"), "worker"),
+    **dict.fromkeys(("admit", "submit", "submit+admit", "renew", "fail", "heartbeat", "pass_rate"), "worker"),
     **dict.fromkeys(("steer", "requeue", "snapshot"), "monitor"),
     **dict.fromkeys(("initialise", "groups"), "operator"),
     "engine": "weight-sync",
@@ -87,7 +89,7 @@ class ByRole(Connection):
 
     def calls(
         self, before: Sequence[Command], transitions: Sequence[tuple[str, Sequence[str], Sequence[Argument]]]
-    ) -> list[Any]:
+    ) -> tuple[list[Any], list[Any]]:
         return self.roles[OWNER.get(transitions[0][0], "trainer")].calls(before, transitions)
 
     def close(self) -> None:
@@ -191,14 +193,16 @@ def prepared(server: EmbeddedServer, folder: Path) -> dict[str, list[Any]]:
     return {
         "admit": [WORKER, ENGINE, 1],
         "submit": [1, *submission],
+        "submit+admit": [11, 1, *submission, WORKER, ENGINE, 1],
         "renew": [WORKER, held.group_id],
         "fail": [held.group_id, WORKER, "no use", 0, "try"],
         "heartbeat": [WORKER, "{}"],
         "pass_rate": ["prompt", 1, 2, 0.5],
         "attach": [0, -1, 0, -1],
-        "pull": [epoch, version, 1, "nonce"],
+        "pull": [epoch, version, 1, "nonce", 1],
         "reject": [epoch, leased.group_id, "corrupt"],
         "step": [epoch, version, "{}", 1, leased.group_id, 0, 0, 8],
+        "step+pull": [8, epoch, version, "{}", 1, leased.group_id, 0, 0, 8, epoch, version + 1, 1, "nonce", 1],
         "commit": [epoch, 1],
         "cursor": [epoch, 1],
         "name_version": [epoch],
