@@ -2,6 +2,7 @@
 
 Invariant: `Mixture.place` is pure; in every block of `len(pattern)` prompts each source has its share, rounded by
 largest remainders, and a source's own indexes are 0, 1, 2, ... without gap: no row is left out or comes twice early.
+`FiniteMixture` gives each place of its sources once and then nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +42,47 @@ class Mixture:
         block, at = divmod(index, len(self.pattern))
         source = self.pattern[at]
         return source, block * self.shares[source] + self.before[at]
+
+    def index_of(self, source: int, place: int) -> int:
+        """The prompt at a source's own index: the inverse of `place`."""
+        block, nth = divmod(place, self.shares[source])
+        return block * len(self.pattern) + [at for at, of in enumerate(self.pattern) if of == source][nth]
+
+    def used(self, source: int, index: int) -> int:
+        """How many prompts before `index` are of a source."""
+        block, at = divmod(index, len(self.pattern))
+        return block * self.shares[source] + self.pattern[:at].count(source)
+
+
+@dataclass(frozen=True, slots=True)
+class FiniteMixture:
+    """A mixture whose sources end: mixed until the first has ended, then what the others have left, in their order.
+
+    mixed: prompts until then. left: of each source the first of its own indexes that comes after, and its end.
+    """
+
+    mixture: Mixture
+    mixed: int
+    left: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, mixture: Mixture, lengths: Sequence[int]) -> FiniteMixture:
+        """lengths: how many prompts each source has."""
+        mixed = min(mixture.index_of(source, length) for source, length in enumerate(lengths))
+        return cls(
+            mixture, mixed, tuple((mixture.used(source, mixed), length) for source, length in enumerate(lengths))
+        )
+
+    def place(self, index: int) -> tuple[int, int]:
+        """As Mixture.place. Raises IndexError after the last prompt."""
+        if index < self.mixed:
+            return self.mixture.place(index)
+        rest = index - self.mixed
+        for source, (first, end) in enumerate(self.left):
+            if first + rest < end:
+                return source, first + rest
+            rest -= end - first
+        raise IndexError(f"there is no prompt {index}")
 
 
 def _shares(weights: Sequence[float]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
-from rollout.datasets import BadRow, Mixture, Rows, read_rows, row_of
+from rollout.datasets import BadRow, FiniteMixture, Mixture, Rows, read_rows, row_of
 from rollout.datasets.rows import Malformed
 from rollout.datasets.rows import field as value_at
 from rollout.tasks.answers import check_reference
@@ -76,7 +76,7 @@ class Source:
     seed: int
     names: tuple[str, ...]
     files: tuple[Rows[Row], ...]
-    mixture: Mixture
+    mixture: Mixture | FiniteMixture
     skipped: int = field(default=0)
 
     @classmethod
@@ -108,7 +108,10 @@ class Source:
             files.append(Rows(rows.path, rows.rows[: settings.limit], rows.skipped))
             names.append(str(one.get("name", path.stem)))
             weights.append(float(one.get("weight", len(rows.rows))))
-        mixture = Mixture.of(weights, seed)
+        mixture: Mixture | FiniteMixture
+        mixture = endless = Mixture.of(weights, seed)
+        if settings.epochs is not None:
+            mixture = FiniteMixture.of(endless, [settings.epochs * len(rows.rows) for rows in files])
         return cls(settings, seed, tuple(names), tuple(files), mixture, sum(rows.skipped for rows in files))
 
     @property
@@ -118,10 +121,12 @@ class Source:
 
     def row(self, index: int) -> tuple[str, Row]:
         """The source's name and the row of a prompt's index. Raises IndexError after the last epoch."""
-        which, at = self.mixture.place(index)
+        try:
+            which, at = self.mixture.place(index)
+        except IndexError:
+            names = ", ".join(self.names)
+            raise IndexError(f"{self.settings.epochs} epochs of {names} end before prompt {index}") from None
         rows = self.files[which].rows
-        if self.settings.epochs is not None and at >= self.settings.epochs * len(rows):
-            raise IndexError(f"{self.settings.epochs} epochs of {self.names[which]} end before prompt {index}")
         shuffle = self.settings.order == "shuffled"
         return self.names[which], rows[row_of(at, len(rows), self.seed + which, shuffle=shuffle)]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.datasets import BadRow, Mixture, row_of
+from rollout.datasets import BadRow, FiniteMixture, Mixture, row_of
 from rollout.tasks.source import OneSource, Source, SourceSettings
 
 GOOD = {"question": "1+1?", "answer": "2"}
@@ -44,6 +44,22 @@ def test_a_mixture_keeps_its_weights_and_leaves_out_no_row(weights: list[float],
         assert abs(share - weight / sum(weights)) <= len(weights) / 1000 + 1e-9
 
 
+@given(
+    sources=st.lists(st.tuples(st.floats(0.1, 10), st.integers(1, 1500)), min_size=1, max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_a_mixture_that_ends_gives_every_row_once_and_has_one_end(sources: list[tuple[float, int]], seed: int) -> None:
+    lengths = [length for _, length in sources]
+    endless = Mixture.of([weight for weight, _ in sources], seed)
+    mixture = FiniteMixture.of(endless, lengths)
+    places = [mixture.place(index) for index in range(sum(lengths))]
+    assert sorted(places) == [(source, at) for source, length in enumerate(lengths) for at in range(length)]
+    assert places[: mixture.mixed] == [endless.place(index) for index in range(mixture.mixed)]
+    for beyond in (0, 1, 999):
+        with pytest.raises(IndexError):
+            mixture.place(sum(lengths) + beyond)
+
+
 def test_a_malformed_row_is_named_with_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [GOOD, '{"question": ', GOOD])
     with pytest.raises(BadRow, match=r"a\.jsonl, line 2: "):
@@ -70,8 +86,20 @@ def test_sources_are_mixed_and_named(tmp_path: Path) -> None:
 def test_epochs_end_the_prompts(tmp_path: Path) -> None:
     source = Source.of(SourceSettings(path=str(write(tmp_path / "a.jsonl", [GOOD] * 3)), epochs=2), 0)
     assert source.prompt(5) == source.prompt(5)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="2 epochs of a end before prompt 6"):
         source.prompt(6)
+
+
+def test_one_epoch_of_two_files_has_every_row_of_both_whatever_their_weights(tmp_path: Path) -> None:
+    sources: list[OneSource] = []
+    for name, weight in (("few", 9), ("many", 1)):
+        rows = [{"problem": f"{name} {i}", "answer": "1"} for i in range(3 if name == "few" else 40)]
+        sources.append({"path": str(write(tmp_path / f"{name}.jsonl", rows)), "weight": weight})
+    source = Source.of(SourceSettings(sources=sources, epochs=1), 0)
+    seen = {source.prompt(index).messages[0]["content"] for index in range(43)}
+    assert len(seen) == 43
+    with pytest.raises(IndexError, match="few, many end before prompt 43"):
+        source.prompt(43)
 
 
 def test_a_pass_rate_chooses_and_orders_rows(tmp_path: Path) -> None:
