@@ -21,6 +21,35 @@ _MOE = {"qwen3_moe"}
 _DENSE = {"qwen2", "qwen3", "llama"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_ALWAYS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "calculate_per_token_loss": True,  # no division by micro-batches or ranks anywhere: losses add up
+    "perform_initialization": False,  # every parameter is loaded
+    "deallocate_pipeline_outputs": False,
+    "moe_token_dispatcher_type": "alltoall",  # the other one refuses variable lengths, and checks no routes
+    # Fused kernels, which not every machine has:
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+}
+_ALWAYS_OF_EXPERTS: dict[str, Any] = {
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_dtype": "fp32",
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape(ModelSizes):
@@ -102,9 +131,22 @@ def check_layout(shape: ModelShape, layout: LayoutSection) -> None:
 
 def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[str, Any]:
     """Keyword arguments of megatron's TransformerConfig."""
-    layout, dtype = trainer.layout, _DTYPES[trainer.dtype]
-    on_gpu = trainer.device == "cuda"
-    arguments: dict[str, Any] = {
+    arguments = _ALWAYS | _sizes(shape) | _placement(trainer)
+    if trainer.recompute:
+        arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if shape.experts:
+        arguments |= _ALWAYS_OF_EXPERTS | {
+            "num_moe_experts": shape.experts,
+            "moe_layer_freq": [int(x) for x in shape.moe_layers],
+            "moe_ffn_hidden_size": shape.expert_hidden,
+            "moe_router_topk": shape.top_k,
+            "moe_router_pre_softmax": not shape.norm_topk_prob,
+        }
+    return arguments
+
+
+def _sizes(shape: ModelShape) -> dict[str, Any]:
+    return {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.intermediate or shape.expert_hidden,
@@ -113,14 +155,15 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[st
         "kv_channels": shape.head_dim,
         "layernorm_epsilon": shape.norm_epsilon,
         "qk_layernorm": shape.qk_norm,
-        "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "attention_softmax_in_fp32": True,
+    }
+
+
+def _placement(trainer: TrainerSection) -> dict[str, Any]:
+    """Numbers' format, and what lies on which rank and device."""
+    layout, dtype = trainer.layout, _DTYPES[trainer.dtype]
+    on_gpu = trainer.device == "cuda"
+    return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -130,33 +173,6 @@ def transformer_arguments(shape: ModelShape, trainer: TrainerSection) -> dict[st
         "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
         "sequence_parallel": layout.tensor > 1,
         "variable_seq_lengths": layout.pipeline > 1,  # micro-batches differ in length: stages exchange shapes first
-        "calculate_per_token_loss": True,  # no division by micro-batches or ranks anywhere: losses add up
         "use_cpu_initialization": not on_gpu,
-        "perform_initialization": False,  # every parameter is loaded
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "deallocate_pipeline_outputs": False,
-        "moe_token_dispatcher_type": "alltoall",  # the other one refuses variable lengths, and checks no routes
         "batch_p2p_comm": on_gpu,
     }
-    if trainer.recompute:
-        arguments |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if shape.experts:
-        arguments |= {
-            "num_moe_experts": shape.experts,
-            "moe_layer_freq": [int(x) for x in shape.moe_layers],
-            "moe_ffn_hidden_size": shape.expert_hidden,
-            "moe_router_topk": shape.top_k,
-            "moe_router_pre_softmax": not shape.norm_topk_prob,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": False,
-            "moe_permute_fusion": False,
-            "moe_router_fusion": False,
-        }
-    return arguments

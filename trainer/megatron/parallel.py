@@ -111,16 +111,10 @@ def parallel(config: RunConfig) -> Iterator[Parallel]:
     from megatron.core import parallel_state  # after compat.install
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ.get("MASTER_PORT", "0")) or (free_port() if world == 1 else 0)
-    if not port:
-        raise ConfigError(
-            "MASTER_PORT is not set: the ranks cannot find each other. Start the trainer with `lagrange trainer`."
-        )
     timeout = timedelta(seconds=config.trainer.collective_timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{address}:{port}",
+        init_method=_meeting_point(world),
         rank=rank,
         world_size=world,
         timeout=timeout,
@@ -147,6 +141,16 @@ def parallel(config: RunConfig) -> Iterator[Parallel]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _meeting_point(world: int) -> str:
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = int(os.environ.get("MASTER_PORT", "0")) or (free_port() if world == 1 else 0)
+    if not port:
+        raise ConfigError(
+            "MASTER_PORT is not set: the ranks cannot find each other. Start the trainer with `lagrange trainer`."
+        )
+    return f"tcp://{address}:{port}"
 
 
 def _device(config: RunConfig) -> torch.device:
