@@ -21,6 +21,7 @@ from services.monitor.figures import (
     failed_share,
     filtered_share,
     in_flight,
+    living_workers,
     mean,
     number,
     stale_share,
@@ -93,16 +94,35 @@ def diagnose(now: Snapshot, before: Snapshot | None, records: Records, bands: Ba
         _saturated,
     )
     findings = [finding for test in tests if (finding := test(now, figures, bands)) is not None]
-    if now.status != "running":
-        verdict, headline = Verdict.NOT_RUNNING, f"the run is {now.status}"
-    elif not figures["engines"]:
-        verdict, headline = Verdict.NOT_RUNNING, "the run waits for its first engine"
+    stands_still = why_no_step_comes(now)
+    if stands_still is not None:
+        verdict, headline = Verdict.NOT_RUNNING, stands_still
     elif findings:
         verdict = findings[0].verdict
         headline = f"{verdict}: {findings[0].because}; {findings[0].change}"
     else:
         verdict, headline = Verdict.HEALTHY, "healthy: every figure is inside its band"
     return Diagnosis(verdict=verdict, headline=headline, findings=findings, figures=figures, bands=bands)
+
+
+def why_no_step_comes(now: Snapshot) -> str | None:
+    """What a run lacks to go on at all, whatever its figures of the last steps say; None: nothing."""
+    left_ms = now.counters.get("trainer_lease_left_ms", 0.0)
+    ends = in_flight(now) < now.groups_per_step
+    lacks = (
+        (now.status != "running", f"the run is {now.status}"),
+        (left_ms < 0, f"no trainer: its lease ended {-left_ms / 1000:.0f} s ago; its log says why it ended or hangs"),
+        (
+            all(engine.state is EngineState.GONE for engine in now.engines),
+            "the run waits for an engine: a large model takes minutes to load; the engine's log says how far it is",
+        ),
+        (ends and now.admission_paused, "admission is paused: the events say by whom; POST /v1/resume ends it"),
+        (
+            ends and not living_workers(now),
+            "no rollout worker: none has said for 30 s that it lives; its log says why it ended",
+        ),
+    )
+    return next((words for applies, words in lacks if applies), None)
 
 
 def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict[str, float | None]:
@@ -116,6 +136,8 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
     return {
         "trainer_wait_share": wait_share(records),
         "admission_blocked_share": admission_wait_share(now, before, HELD_BACK),
+        "bound_wait_share": admission_wait_share(now, before, ["bound"]),
+        "memory_wait_share": admission_wait_share(now, before, ["memory"]),
         "engine_wait_share": admission_wait_share(now, before if _served(before) else None, ["engine"]),
         "stale_share": stale_share(now, before),
         "failed_share": failed_share(now, before),
@@ -124,6 +146,7 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
         "engine_behind_published_max": float(max(now.published - e.version for e in routable)) if routable else None,
         "engines": float(len([e for e in now.engines if e.state is not EngineState.GONE])),
         "engines_routable": float(len(routable)),
+        "workers": float(living_workers(now)),
         "groups_in_flight": float(in_flight(now)),
         "groups_in_flight_limit": float(capacity(now)),
         "nonfinite_fraction_max": max(nonfinite, default=None),
@@ -152,15 +175,18 @@ def _unstable(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Fi
         (
             _above(bands.ess, f["ess"]),
             f"the effective sample size is {_percent(f['ess'])} of the tokens",
-            "lower lag.max or trainer.optimizer.learning_rate",
+            "lower trainer.optimizer.learning_rate or lag.max",
         ),
         (
             _above(bands.entropy, f["entropy"]),
             f"the policy's entropy is {_short(f['entropy'])}",
-            "set trainer.loss.entropy_coefficient or lower the learning rate",
+            "set trainer.loss.entropy_coefficient",
         ),
     ]
-    return next((Finding(verdict=Verdict.UNSTABLE, because=b, change=c) for hit, b, c in out if hit), None)
+    because, change = [b for hit, b, _ in out if hit], dict.fromkeys(c for hit, _, c in out if hit)
+    if not because:
+        return None
+    return Finding(verdict=Verdict.UNSTABLE, because=", ".join(because), change="; ".join(change))
 
 
 def _failing(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
@@ -199,7 +225,7 @@ def _sync_bound(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> F
         return Finding(
             verdict=Verdict.SYNC_BOUND,
             because=f"no engine is routable ({states})",
-            change="the reason is at each engine, in GET /v1/engines",
+            change="the reason is at each engine: `Why` on the page, `detail` in GET /v1/engines",
         )
     behind, allowed = f["engine_behind_published_max"], bands.behind_published_intervals * now.publish_interval
     if behind is not None and behind >= allowed:
@@ -233,7 +259,10 @@ def _starved(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Find
     if share is None or share <= bands.wait_share:
         return None
     because = f"the trainer waits {_percent(share)} of its time for groups"
-    if in_flight(now) >= capacity(now):
+    held = f["bound_wait_share"]
+    if _above(f["memory_wait_share"], bands.wait_share):
+        change = "raise redis.max_memory_mb: memory holds back the next groups while these are sampled"
+    elif in_flight(now) >= capacity(now) if held is None else held > bands.wait_share:
         change = f"raise lag.max above {now.max_lag}: the bound holds back the next groups while these are sampled"
     else:
         more = more_engines(share, int(f["engines"] or 0))

@@ -66,6 +66,20 @@ def beats(now: Snapshot, **seconds: float) -> Snapshot:
     return replace(now, workers={"w0": stats, "w1": stats})
 
 
+def test_a_trainer_that_waits_while_the_bound_held_workers_back_is_told_so_at_every_moment() -> None:
+    """What is in flight goes up and down within a step; the advice does not."""
+    waits, before = [{**CALM[0], "wait_s": 0.7}], beats(EARLIER)
+    full = replace(RUNNING, groups=Tally(issued=240, generating=80, trained=160))
+    for now in (RUNNING, full):
+        assert "raise lag.max above 4" in diagnose(beats(now, bound=30.0), before, waits).headline
+        assert "add 3 engines" in diagnose(beats(now, bound=3.0), before, waits).headline
+
+
+def test_a_trainer_that_waits_while_memory_held_workers_back_is_not_told_to_add_engines() -> None:
+    found = diagnose(beats(RUNNING, memory=30.0), beats(EARLIER), [{**CALM[0], "wait_s": 0.7}])
+    assert "raise redis.max_memory_mb" in found.headline
+
+
 def test_workers_that_the_bound_or_memory_holds_back_are_saturated() -> None:
     found = diagnose(beats(RUNNING, bound=125.0, memory=20.0), beats(EARLIER, bound=100.0), CALM)
     assert found.verdict is Verdict.SATURATED
@@ -173,6 +187,29 @@ def test_a_run_without_an_engine_yet_has_no_verdict() -> None:
     assert diagnose(replace(RUNNING, engines=()), EARLIER, CALM).verdict is Verdict.NOT_RUNNING
 
 
+ALONE = replace(RUNNING, groups=Tally(issued=164, generating=4, trained=160))
+"""Too little is in flight for another step."""
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (replace(RUNNING, counters={"trainer_lease_left_ms": -90_000.0}), "no trainer: its lease ended 90 s ago"),
+        (replace(ALONE, admission_paused=True), "admission is paused"),
+        (replace(ALONE, workers={"w0": {"heartbeat_ms": RUNNING.time_ms - 31_000}}), "no rollout worker"),
+    ],
+)
+def test_a_run_that_lacks_a_part_is_told_which_and_not_to_add_engines(now: Snapshot, says: str) -> None:
+    found = diagnose(now, EARLIER, [{**CALM[0], "wait_s": 0.9}])
+    assert found.verdict is Verdict.NOT_RUNNING
+    assert found.headline.startswith(says)
+
+
+def test_while_there_is_enough_in_flight_for_a_step_a_pause_or_a_worker_that_ended_is_no_verdict() -> None:
+    for now in (replace(RUNNING, admission_paused=True), replace(RUNNING, workers={})):
+        assert diagnose(now, EARLIER, CALM).verdict is Verdict.HEALTHY
+
+
 def test_waste_of_the_last_minute_is_stale_and_old_waste_is_not() -> None:
     now = replace(RUNNING, tokens=Tally(trained=1600, stale=200))
     assert diagnose(now, EARLIER, CALM).verdict is Verdict.STALE
@@ -187,6 +224,14 @@ def test_a_figure_of_the_loss_out_of_its_band_is_unstable_and_comes_before_all_e
     found = diagnose(RUNNING, EARLIER, [{**CALM[0], "wait_s": 0.9, **figure}])
     assert found.verdict is Verdict.UNSTABLE
     assert [f.verdict for f in found.findings] == [Verdict.UNSTABLE, Verdict.STARVED]
+
+
+def test_all_figures_of_the_loss_that_are_out_of_their_bands_are_named() -> None:
+    found = diagnose(RUNNING, EARLIER, [{**CALM[0], "gate_rate": 0.9, "ess": 0.1, "entropy": 1e-9}])
+    assert found.headline == (
+        "unstable: SAT gates 90 % of the tokens, the effective sample size is 10 % of the tokens, the policy's entropy "
+        "is 1e-09; lower trainer.optimizer.learning_rate or lag.max; set trainer.loss.entropy_coefficient"
+    )
 
 
 @pytest.mark.parametrize("figure", [{"gate_rate": 0.9}, {"nonfinite_fraction": 0.01}])
