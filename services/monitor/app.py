@@ -27,6 +27,7 @@ from services.monitor.feed import Feed, message
 from services.monitor.reads import AWAY, DENIED, Seen, overview_of, reads
 from services.monitor.source import Source
 from services.monitor.steering import Steerable, router
+from services.monitor.tiles import LABELS
 from services.monitor.views import lag_rows
 
 HERE = Path(__file__).parent
@@ -73,8 +74,6 @@ def create_app(
     app.mount("/static", StaticFiles(directory=HERE / "static"), name="static")
     templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     templates.filters["clock"] = lambda ms: datetime.fromtimestamp(ms / 1000, UTC).strftime("%H:%M:%S")
-    templates.filters["share"] = lambda share: "–" if share is None else f"{share:.0%}".replace("%", " %")
-    templates.filters["fixed"] = lambda value, digits: "–" if value is None else f"{value:.{digits}f}"
     page = templates.from_string((HERE / "static" / "page.html").read_text(encoding="utf-8"))
 
     app.state.source = source
@@ -125,9 +124,9 @@ def create_app(
         try:
             seen = await asyncio.to_thread(source.look)
         except BrokerError:
-            return HTMLResponse(page.render(o=None), 503)
+            return HTMLResponse(page.render(o=None, labels=LABELS), 503)
         shown = overview_of(seen)
         rows = lag_rows(shown.staleness)
-        return HTMLResponse(page.render(o=shown, rows=rows, most=max([1, *(row[3] for row in rows)])))
+        return HTMLResponse(page.render(o=shown, labels=LABELS, rows=rows, most=max([1, *(row[3] for row in rows)])))
 
     return app

@@ -36,14 +36,14 @@ class SampleAnswer(BaseModel):
 
 
 class GroupAnswer(BaseModel):
-    """Some samples of a group. lag: that it would have if it were trained now. trace: its id, "" if it has none."""
+    """Some samples of a group, which may wait, have been trained or dropped. trace: its id, "" if it has none."""
 
     group_id: str = Field(description="As text: it may be larger than JSON numbers are exact.")
     prompt_index: int
     task: str
     trace: str = Field(examples=["4bf92f3577b34da6a3ce929d0e0e4736"])
-    version: int
-    lag: int
+    version: int = Field(description="The oldest that sampled of it.")
+    lag: int = Field(description="The trainer's version now less its own: not the lag at which it was trained.")
     prompt: str
     rewards: list[float]
     samples: list[SampleAnswer]

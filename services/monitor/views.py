@@ -17,6 +17,7 @@ from services.monitor.detail import EvaluationAnswer, EventAnswer, NamedStalenes
 from services.monitor.diagnosis import Diagnosis, Records, diagnose
 from services.monitor.figures import capacity, finite, in_flight, number, wait_share
 from services.monitor.shapes import Answer, LagBucket, Lags, base, lags
+from services.monitor.tiles import tiles
 
 
 class TallyAnswer(BaseModel):
@@ -154,6 +155,7 @@ class Overview(Answer):
     fleet: EnginesAnswer
     trainer: TrainerAnswer
     diagnosis: Diagnosis
+    tiles: dict[str, str] = Field(description="What the page's tiles say, by name.", examples=[{"lag": "0.99 (1)"}])
     events: list[EventAnswer] = Field(description="The newest first.")
     evaluations: list[EvaluationAnswer] = Field(description="The newest first.")
     history: dict[str, list[float | None]]
@@ -287,7 +289,10 @@ def ledger(s: Snapshot) -> LedgerAnswer:
     return LedgerAnswer(**base(s), groups=tally(s.groups), tokens=tally(s.tokens), closes=closes)
 
 
-HISTORY = ("step", "reward_mean", "lag_mean", "lag_max", "wait_s", "step_s", "log_ratio_abs_mean", "gate_rate")
+HISTORY = (
+    *("step", "reward_mean", "lag_mean", "lag_max", "wait_s", "step_s"),
+    *("log_ratio_abs_mean", "gate_rate", "clip_fraction"),
+)
 
 
 def history(records: Records) -> dict[str, list[float | None]]:
@@ -310,13 +315,15 @@ def diagnosis(s: Snapshot, before: Snapshot | None, records: Records) -> Diagnos
 
 def overview(s: Snapshot, before: Snapshot | None, records: Records) -> Overview:
     """GET /v1/overview: what the page shows."""
+    found = diagnose(s, before, records[:RECENT_STEPS])
     return Overview(
         **base(s),
         progress=run(s),
         staleness=staleness(s),
         fleet=engines(s),
         trainer=trainer(s, records[:RECENT_STEPS]),
-        diagnosis=diagnose(s, before, records[:RECENT_STEPS]),
+        diagnosis=found,
+        tiles=tiles(s, found.figures),
         events=detail.events(s, detail.FEW).events,
         evaluations=detail.evaluations(s, detail.FEW).evaluations,
         history=history(records),

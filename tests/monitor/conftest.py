@@ -26,6 +26,18 @@ from broker.types import (
 from tests.weight_sync.live import config, redis_server
 
 GROUPS_PER_STEP = 16
+POLICY = {
+    "tokens_per_s": 12345.0,
+    "response_length_mean": 811.6,
+    "clip_fraction": 0.04,
+    "sat": {"gate_rate": 0.06},
+    "log_ratio_abs_mean": 0.049,
+    "kl_behaviour": 1.4e-4,
+    "ess": 0.98,
+    "entropy": 0.22,
+    "grad_norm": 0.14,
+}
+"""What the last step did to the policy."""
 SCORE = {"value": 0.5, "low": 0.4, "high": 0.6}
 
 
@@ -82,6 +94,7 @@ class Run:
             "groups": len(batch),
             "groups_filtered": 0,
             "by_lag": {"0": {"tokens": 1}},
+            **POLICY,
         }
         self.broker.step(self.epoch, self.version, [Outcome(d.group_id) for d in batch], lags, metrics)
         self.version += 1

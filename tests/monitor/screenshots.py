@@ -60,7 +60,7 @@ def opened(browser: Browser, url: str, name: str, width: int, height: int) -> Pa
     page = context.new_page()
     page.set_default_timeout(120_000)
     page.goto(url)
-    while page.evaluate("document.querySelectorAll('canvas').length") < 4:
+    while page.evaluate("document.querySelectorAll('canvas').length") < 6:
         page.wait_for_timeout(200)
     return page
 

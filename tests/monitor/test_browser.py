@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from broker.types import EngineRecord, EngineState
 from tests.monitor.conftest import Run, record, write_samples
 from tests.monitor.live import Service, chromium, monitor_of
 
@@ -35,6 +36,8 @@ def browser() -> Iterator[Any]:
 def monitor(run: Run, tmp_path: Path) -> Iterator[Service]:
     write_samples(tmp_path / "test")
     run.broker.evaluated(record(1), "aime24", 30.0)
+    why = "/update_weights_from_disk_of_another_host: no answer within 120 s"
+    run.broker.register_engine(EngineRecord("engine-1", "http://secret-host:2", EngineState.QUARANTINED, detail=why))
     with monitor_of(run, tmp_path) as made:
         yield made
 
@@ -75,7 +78,7 @@ def test_the_page_renders_on_a_laptop_and_a_phone_without_an_error_or_a_fault_th
 def renders(browser: Any, monitor: Service, scheme: str, size: dict[str, int]) -> None:
     """The page is whole and faultless in this scheme at this size."""
     shown = Page(browser, monitor.url, scheme, size)
-    shown.wait("document.querySelectorAll('canvas').length === 4")
+    shown.wait("document.querySelectorAll('canvas').length === 6")
     assert shown.text("step") == "2 / 100"
     assert "engine-0" in shown.text("engines")
     assert "avg@8 0.500" in shown.text("evaluations")
@@ -84,6 +87,10 @@ def renders(browser: Any, monitor: Service, scheme: str, size: dict[str, int]) -
     assert "<b>1+1</b>" in shown.text("samples")
     assert shown.text("closes") == "closes"
     assert "version 0" in shown.text("events")
+    assert "stop" in shown.text("samples")
+    boxes = "[...document.querySelectorAll('.tables > div, .tiles dt, .tiles dd')]"
+    cut = f"{boxes}.filter((box) => box.scrollWidth > box.clientWidth).map((box) => box.textContent)"
+    assert shown.page.evaluate(cut) == []
     width = shown.page.evaluate("document.documentElement.scrollWidth")
     assert width <= size["width"], "the page is wider than the screen"
     ground = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -99,9 +106,9 @@ def test_the_page_follows_the_run_and_survives_a_restart_of_the_monitor(
     browser: Any, monitor: Service, run: Run
 ) -> None:
     shown = Page(browser, monitor.url, "light", LAPTOP)
-    shown.wait("document.getElementById('samples').textContent.includes('version 2, lag now 0')")
+    shown.wait("document.getElementById('samples').textContent.includes('version 2, mean reward')")
     run.step(0.75)
-    shown.wait("document.getElementById('samples').textContent.includes('version 2, lag now 1')")
+    shown.wait("document.getElementById('samples').textContent.includes('version 2 (1 before the trainer')")
     shown.wait("document.getElementById('step').textContent === '3 / 100'")
     assert shown.text("reward") == "0.750"
     run.broker.steer("pause", why="by test")
@@ -122,6 +129,12 @@ def test_the_page_follows_the_run_and_survives_a_restart_of_the_monitor(
     run.broker._connection.client.shutdown(nosave=True)
     shown.wait("document.getElementById('headline').textContent.startsWith('Redis does not answer')")
     assert shown.page.get_attribute("#verdict", "class") == "verdict not-running"
+    shown.page.evaluate("document.querySelector('canvas').dataset.old = 'yes'")
+    shown.page.set_viewport_size(PHONE)
+    shown.wait("!document.querySelector('canvas[data-old]')")
+    shown.wait(
+        "document.querySelectorAll('canvas').length === 6"
+    )  # what was known is drawn again, though nothing comes
     # Chromium itself reports the connections that were refused meanwhile; there is nothing else.
     assert [e for e in shown.errors if "net::ERR_" not in e] == []
     shown.context.close()

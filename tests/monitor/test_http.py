@@ -106,16 +106,34 @@ async def test_every_tile_has_its_value_without_scripts(run: Run, http: httpx.As
         "Step": "2 / 100",
         "Version": "2",
         "Reward": "0.500",
-        "Lag (bound)": "0.50 (4)",
+        "Lag (bound)": "0.00 (4)",
         "Groups ready": "20",
-        "In flight (bound)": "21 (80)",
+        "In flight": "21 of 80",
         "Trainer waits": "60 %",
-        "Workers blocked": "50 %",
+        "Workers held": "50 %",
         "Went stale": "–",
+        "Workers live": "1",
+        "Tokens/s": "12,345",
+        "Response": "812",
+        "No gradient": "0 %",
+        "Clipped": "4 %",
+        "SAT gates": "6 %",
+        "|log-ratio|": "0.049",
+        "KL (sampler)": "0.00014",
+        "ESS": "98 %",
+        "Entropy": "0.22",
+        "Grad. norm": "0.14",
     }
     lags = re.search(r'<tbody id="lags">(.*?)</tbody>', page, re.S)
     assert lags is not None
     assert re.findall(r"<td>(\d*)</td>", lags[1]) == ["0", "0", "16", "48", "1", "0", "16", "48", "2", "20", "0", "0"]
+
+
+async def test_a_page_of_a_run_that_stands_still_shows_all_that_was_found(run: Run, http: httpx.AsyncClient) -> None:
+    run.broker.steer("drain", why="by test")
+    page = (await http.get("/")).text
+    assert '<p id="headline">the run is draining</p>' in page
+    assert "<li>starved: the trainer waits 60 % of its time" in page
 
 
 async def test_a_page_of_a_run_that_has_just_begun_has_no_empty_tile(run: Run) -> None:

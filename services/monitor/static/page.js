@@ -5,11 +5,9 @@
   const $ = (id) => document.getElementById(id);
   const queue = [[], [], []];
   const plots = {};
-  let lastAnswer = 0, lastWord = 0, shownRun = null;
+  let lastAnswer = 0, lastWord = 0, shown = null;
 
   const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
-  const percent = (share) => (share === null ? "–" : Math.round(share * 100) + " %");
-  const fixed = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
   const node = (name, content, style) => { const made = document.createElement(name); made.textContent = content; if (style) made.className = style; return made; };
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -55,7 +53,8 @@
     return words.join(" ");
   }
 
-  function redraw() { for (const id of Object.keys(plots)) { plots[id].destroy(); delete plots[id]; } }
+  function clear() { for (const id of Object.keys(plots)) { plots[id].destroy(); delete plots[id]; } }
+  function redraw() { clear(); if (shown) draw(shown); }
 
   function meter(value, largest) {
     const bar = document.createElement("meter");
@@ -65,25 +64,18 @@
   }
 
   function show(o) {
-    if (shownRun !== o.run) { shownRun = o.run; redraw(); for (const column of queue) column.length = 0; }
-    const s = o.staleness, figures = o.diagnosis.figures;
+    if (!shown || shown.run !== o.run) { clear(); for (const column of queue) column.length = 0; }
+    shown = o;
+    const s = o.staleness;
     document.title = o.diagnosis.verdict + " · Lagrange · " + o.run;
     text("run", o.run);
     text("headline", o.diagnosis.headline);
-    const also = o.diagnosis.findings.slice(1).map((f) => f.verdict + ": " + f.because + "; " + f.change);
+    const also = o.diagnosis.findings.filter((f) => f.verdict !== o.diagnosis.verdict).map((f) => f.verdict + ": " + f.because + "; " + f.change);
     if (also.join() !== [...$("also").children].map((line) => line.textContent).join())  // else it would be read out every second
       $("also").replaceChildren(...also.map((words) => node("li", words)));
     $("verdict").className = "verdict " + o.diagnosis.verdict;
     text("mode", o.progress.admission_paused ? "admission is paused" : o.progress.status === "draining" ? (o.progress.drained ? "drained" : "draining") : "");
-    text("step", o.progress.step + " / " + o.progress.steps_total);
-    text("version", String(o.version));
-    text("reward", fixed(o.progress.reward_mean, 3));
-    text("lag", (s.trained.tokens ? s.trained.tokens.mean.toFixed(2) : "–") + " (" + s.max_lag + ")");
-    text("queue", String(s.ready_groups));
-    text("flying", s.in_flight_groups + " (" + s.in_flight_limit + ")");
-    text("wait", percent(figures.trainer_wait_share));
-    text("blocked", percent(figures.admission_blocked_share));
-    text("stale", percent(figures.stale_share));
+    for (const [name, words] of Object.entries(o.tiles)) text(name, words);
 
     const waiting = new Map(s.waiting.by_lag.map((b) => [b.lag, b])), trained = new Map(s.trained.by_lag.map((b) => [b.lag, b]));
     const lags = [...new Set([...waiting.keys(), ...trained.keys()])].sort((a, b) => a - b);
@@ -98,6 +90,7 @@
     o.fleet.engines.forEach((e, i) => { body.rows[i].cells[1].className = "state " + e.state; });
     const states = ["issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed"];
     table("ledger", states.map((name) => [name, s.groups[name], s.tokens[name]]));
+    text("dead", s.dead_letters ? "Dead letters: " + s.dead_letters + ". `lagrange groups list RUN --state dead` has the reasons." : "");
     table("events", o.events.map((e) => [clock(e.time_ms), e.kind, e.text]));
     table("evaluations", o.evaluations.flatMap((e) => Object.entries(e.scores).map(([name, one]) =>
       [e.task, e.version, e.evaluation_lag, name + " " + one.value.toFixed(3), one.low.toFixed(3) + " to " + one.high.toFixed(3)])));
@@ -108,15 +101,21 @@
     queue[1].push(s.in_flight_groups);
     queue[2].push(s.ready_groups);
     if (queue[0].length > QUEUE_POINTS) for (const column of queue) column.shift();
-    const h = o.history;
+    draw(o);
+  }
+
+  function draw(o) {
+    const h = o.history, bound = o.staleness.max_lag, first = queue[0][0];
+    const fromZero = (u, low, high) => [0, high || 1], fromZeroToOne = (u, low, high) => [0, Math.max(1, high)];
     if (h.step.length) {
       plot("plot-reward", [["reward", "--accent"]], [h.step, h.reward_mean]);
       plot("plot-lag", [["largest", "--warn", { width: 4 }], ["mean", "--accent"], ["bound now", "--bad", { dash: [4, 4] }]],
-        [h.step, h.lag_max, h.lag_mean, h.step.map(() => s.max_lag)], (u, low, high) => [0, Math.max(1, s.max_lag, high)]);
+        [h.step, h.lag_max, h.lag_mean, h.step.map(() => bound)], (u, low, high) => [0, Math.max(1, bound, high)]);
+      plot("plot-ratio", [["mean |log-ratio|", "--accent"]], [h.step, h.log_ratio_abs_mean], fromZero);
+      plot("plot-shares", [["behind the gate", "--warn"], ["clipped", "--accent"]], [h.step, h.gate_rate, h.clip_fraction], fromZero);
       plot("plot-time", [["step", "--accent"], ["waiting", "--warn"]], [h.step, h.step_s, h.wait_s], (u) => [0, usual(u.data[1])]);
     }
-    const first = queue[0][0];
-    plot("plot-queue", [["in flight", "--warn", { width: 4 }], ["ready", "--accent"]], [queue[0].map((t) => t - first), queue[1], queue[2]], (u, low, high) => [0, Math.max(1, high)]);
+    plot("plot-queue", [["in flight", "--warn", { width: 4 }], ["ready", "--accent"]], [queue[0].map((t) => t - first), queue[1], queue[2]], fromZeroToOne);
   }
 
   const clock = (ms) => new Date(ms).toISOString().slice(11, 19);
@@ -137,14 +136,14 @@
 
   function follow() {
     const stream = new EventSource("v1/stream");
-    stream.addEventListener("overview", (event) => { show(JSON.parse(event.data)); lastAnswer = lastWord = Date.now(); age(); });
+    stream.addEventListener("overview", (event) => { show(JSON.parse(event.data)); lastAnswer = lastWord = Date.now(); age(); read(); });
     stream.addEventListener("away", () => { lastWord = Date.now(); silent("Redis does not answer, or does not hold this run (yet)."); });
     // The browser connects again by itself unless the answer was an error.
     stream.addEventListener("error", () => { if (stream.readyState === EventSource.CLOSED) setTimeout(follow, AGAIN_MS); });
   }
 
   function spoken(sample) {
-    const line = node("p", sample.reward.toFixed(2) + "  ");
+    const line = node("p", sample.reward.toFixed(2) + ", " + sample.tokens + " tokens, " + sample.finish + ":  ");
     for (const piece of sample.pieces) {
       const part = node("span", piece.text, piece.version === null ? "heard" : "");
       part.title = piece.version === null ? "environment" : "version " + piece.version;
@@ -156,11 +155,13 @@
 
   function summary(g) {
     const mean = g.rewards.reduce((a, b) => a + b, 0) / Math.max(1, g.rewards.length);
-    return "Prompt " + g.prompt_index + ", version " + g.version + ", lag now " + g.lag + ", mean reward " + mean.toFixed(3) + (g.trace ? ", trace " + g.trace : "");
+    return "Prompt " + g.prompt_index + ", version " + g.version + (g.lag ? " (" + g.lag + " before the trainer's)" : "") + ", mean reward " + mean.toFixed(3) + (g.trace ? ", trace " + g.trace : "");
   }
 
-  let shownGroups = "";
-  async function read() {
+  let shownGroups = "", lastRead = 0;
+  async function read() {  // after an overview, so that nothing is asked of a Redis that is away
+    if (Date.now() - lastRead < ASK_MS) return;
+    lastRead = Date.now();
     const answer = await fetch("v1/samples", { signal: AbortSignal.timeout(ASK_MS) }).catch(() => null);
     if (!answer || !answer.ok) return;
     const groups = (await answer.json()).groups, now = groups.map((g) => g.group_id).join();
@@ -181,7 +182,5 @@
   addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(redraw, 200); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   setInterval(age, 1000);
-  setInterval(read, ASK_MS);
-  read();
   follow();
 })();
