@@ -12,6 +12,7 @@ wrote. Codecs: 0 raw; 1 zstd of the body, if the package `zstandard` is installe
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import replace
 from itertools import accumulate
@@ -70,7 +71,14 @@ class Header(msgspec.Struct, frozen=True):
     routes: Column
 
 
-_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Header)
+def _plain(value: object) -> object:
+    """A number of numpy, which a task or worker may have computed, as one of Python."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError  # msgspec says what it is
+
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(enc_hook=_plain), msgspec.msgpack.Decoder(Header)
 
 
 def encode(group: Group, codec: Codec = "raw") -> bytes:
@@ -89,7 +97,8 @@ def pieces(group: Group, codec: Codec = "raw") -> Payload:
 
     def place(field: str) -> Column:
         nonlocal at
-        arrays = [array for sample in samples if (array := getattr(sample, field)) is not None]
+        of_samples = [getattr(sample, field) for sample in samples]
+        arrays = [array for array in of_samples if array is not None]
         if not arrays:
             return Column("u1", (), (0,) * len(samples), at)
         dtype, row, offset = arrays[0].dtype, arrays[0].shape[1:], at
@@ -103,8 +112,8 @@ def pieces(group: Group, codec: Codec = "raw") -> Payload:
         if padding := -at % _ALIGN:
             parts.append(bytes(padding))
             at += padding
-        rows = [0 if array is None else len(array) for array in (getattr(sample, field) for sample in samples)]
-        return Column(_NAMES[dtype], row, tuple(rows), offset)
+        rows = tuple(0 if array is None else len(array) for array in of_samples)
+        return Column(_NAMES[dtype], row, rows, offset)
 
     header = _ENCODER.encode(
         Header(
@@ -175,7 +184,7 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
 
     try:
         group = _group(_DECODER.decode(view[_FIXED : _FIXED + header_size]), body)
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, OverflowError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, RecursionError) as error:
         raise CorruptPayload(group_id, f"malformed: {error}") from error
     if group.run != run:
         raise WrongRun(f"payload of group {group.group_id} belongs to run {group.run!r}, this is {run!r}")
@@ -185,13 +194,15 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
 
 
 def _group(header: Header, body: memoryview | bytes) -> Group:
-    """Raises ValueError, TypeError, KeyError or OverflowError if the header does not fit itself or the body."""
+    """Raises ValueError or KeyError if the header does not fit itself or the body."""
 
     def arrays(column: Column) -> list[npt.NDArray[Any]]:
-        if min((column.offset, *column.row, *column.rows)) < 0:  # numpy takes -1 for "as many as there are"
-            raise ValueError(f"{column.rows} rows of shape {column.row} at {column.offset}")
         shape, dtype = (sum(column.rows), *column.row), _DTYPES[column.dtype]
-        whole = np.ndarray(shape, dtype, body, column.offset) if 0 not in shape else np.empty(shape, dtype)
+        end = column.offset + math.prod(shape) * dtype.itemsize
+        # numpy takes -1 for "as many as there are", and its own comparison of the end overflows.
+        if min((column.offset, *column.row, *column.rows)) < 0 or end > len(body):
+            raise ValueError(f"an array of shape {shape} at {column.offset} of {len(body)} bytes")
+        whole = np.ndarray(shape, dtype, body, column.offset)
         return [whole[end - rows : end] for rows, end in zip(column.rows, accumulate(column.rows), strict=True)]
 
     samples = zip(

@@ -176,10 +176,14 @@ def test_a_group_of_a_release_that_knows_fewer_or_more_fields_is_read() -> None:
     assert wire.decode(with_header(newer), "run").group_id == example().group_id
 
 
-def test_a_reward_of_numpy_comes_back_as_a_number_and_a_truth_value_is_none() -> None:
-    sample = replace(example().trajectories[0], reward=np.float32(0.5))  # type: ignore[arg-type]  # as a task may
-    back = wire.decode(wire.encode(replace(example(), trajectories=(sample,))), "run").trajectories[0].reward
-    assert (back, type(back)) == (0.5, float)
+def test_numbers_of_numpy_come_back_as_numbers_and_a_reward_that_is_a_truth_value_is_none() -> None:
+    run: Any = VersionRun(np.int64(0), np.int64(3), np.int32(1))  # type: ignore[arg-type]
+    sample = replace(example().trajectories[0], reward=np.float32(0.5), versions=(run,))  # type: ignore[arg-type]
+    sent = replace(example(), trajectories=(sample,), generation_seconds=np.float32(1.5))  # type: ignore[arg-type]
+    back = wire.decode(wire.encode(sent), "run")
+    found = (back.trajectories[0].reward, back.generation_seconds, back.trajectories[0].versions[0].length)
+    assert found == (0.5, 1.5, 3)
+    assert [type(value) for value in found] == [float, float, int]
     with pytest.raises(InvalidTrajectory, match="reward is True"):
         check_trajectory(replace(sample, reward=True))
 
@@ -196,7 +200,9 @@ LIES: list[dict[str, Any]] = [
     {"rows": None},
     {"offset": None},
     {"offset": -16},
+    {"offset": 2**63 - 1},  # of a sum that overflows
     {"offset": 2**64 - 1},
+    {"offset": 65, "rows": (0,)},
     {"offset": -1},
     {"dtype": "i8"},
     {"codec": 1},
@@ -208,6 +214,15 @@ def test_a_header_that_lies_under_a_right_checksum_is_a_corrupt_payload(lie: dic
     assert wire.decode(forged(), "run").trajectories
     with pytest.raises(CorruptPayload):
         wire.decode(forged(**lie), "run", 7)
+
+
+def test_junk_that_is_nested_without_end_is_a_corrupt_payload() -> None:
+    def nested(header: bytes) -> bytes:
+        """Another field of the header, which a reader passes over; a short map of msgpack begins with its length."""
+        return bytes([header[0] + 1]) + header[1:] + msgspec.msgpack.encode("later") + b"\x91" * 100_000 + b"\x00"
+
+    with pytest.raises(CorruptPayload, match="malformed"):
+        wire.decode(with_header(nested), "run", 7)
 
 
 def test_routes_of_several_shapes_or_dtypes_are_no_group() -> None:
