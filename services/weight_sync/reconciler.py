@@ -237,15 +237,17 @@ class Reconciler:
             event = lc.Rejoined()
         member.shown, member.asks_whether_idle = record, self._settings.strategy.name == "on-idle"
         member.task = asyncio.create_task(member.drive(self, event), name=f"drive {record.engine_id}")
-        member.task.add_done_callback(lambda _task: self._driven(member))
+        member.task.add_done_callback(self._driven)
 
     def _rest(self, record: EngineRecord) -> None:
         """Leave an engine alone until its supervisor, which probes a server before it registers it, does so again."""
-        life = lc.takeover(record, self.clock())
-        member = self.members.setdefault(record.engine_id, self._member(record, life))
-        member.shown, member.life = record, life
+        life, member = lc.takeover(record, self.clock()), self.members.get(record.engine_id)
+        if member is None:
+            self.members[record.engine_id] = self._member(record, life)
+        else:
+            member.shown, member.life = record, life
 
-    def _driven(self, _member: Member) -> None:
+    def _driven(self, _drive: asyncio.Task[None]) -> None:
         """A drive ended: if an engine may now be brought to a newer version, that need not wait for the interval."""
         for member in self.members.values():
             wanted = self.wanted(member)
@@ -307,11 +309,13 @@ class Reconciler:
         began = self.clock()
         try:
             staged = await asyncio.to_thread(stage, published, self._settings.exact_dtype)
-        except IncompleteVersion as error:
+        except Exception as error:  # else what nobody expects of a file would be met again at once, and never told
+            known = isinstance(error, IncompleteVersion)
             self.totals.staging_failures += 1
-            self.staging_problem = str(error)
+            self.staging_problem = str(error) if known else f"version {published.version}: {type(error).__name__}"
             self._staging_not_before = self.clock() + self.policy.back_off_s
-            log.error("version cannot be staged", staging=published.version, problem=str(error))
+            why, trace = self.staging_problem, None if known else error
+            log.error("version cannot be staged", staging=published.version, problem=why, exc_info=trace)
             return
         for member in self.members.values():
             member.idle = False  # what was seen before this version is too old to let it begin: ask again
