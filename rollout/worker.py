@@ -232,18 +232,7 @@ class Worker:
                 trace=span.context,
             )
             check_group(group)
-            await self._curriculum.learns(prompt_ids, [t.reward for t in trajectories])
-            if self._samples is not None:
-                self._samples.note(group, self._pool.newest)
-            if self.config.task.drop_equal_groups and all_equal([t.reward for t in trajectories]):
-                self.counters.add("groups_dropped_equal")
-                await self._again(partial(self._broker.drop, ticket.group_id, self.name, tokens=group.response_tokens))
-                span.end("all rewards are equal")
-                return
-            with span.child("submit") as submission:
-                refused = await self._submit(group)
-                submission.end(refused)
-            span.end(refused)
+            await self._deliver(group, prompt_ids, span)
         except NoEngine as error:
             LOG.warning("group handed back", group=ticket.group_id, reason=str(error))
             await self._again(partial(self._broker.release, ticket.group_id, self.name))
@@ -258,6 +247,22 @@ class Worker:
             await self._fail(ticket, str(error), draw.tokens if draw else 0, span, final=True)
         except InvalidTrajectory as error:
             await self._fail(ticket, str(error), draw.tokens if draw else 0, span)
+
+    async def _deliver(self, group: Group, prompt_ids: tuple[int, ...], span: Span) -> None:
+        """Learn from a complete group, note it for people, and submit it, or drop it if it has no gradient."""
+        rewards = [t.reward for t in group.trajectories]
+        await self._curriculum.learns(prompt_ids, rewards)
+        if self._samples is not None:
+            self._samples.note(group, self._pool.newest)
+        if self.config.task.drop_equal_groups and all_equal(rewards):
+            self.counters.add("groups_dropped_equal")
+            await self._again(partial(self._broker.drop, group.group_id, self.name, tokens=group.response_tokens))
+            span.end("all rewards are equal")
+            return
+        with span.child("submit") as submission:
+            refused = await self._submit(group)
+            submission.end(refused)
+        span.end(refused)
 
     def _draw(self, prompt_ids: tuple[int, ...], at_least: int, span: Span) -> Draw:
         rollout = self.config.rollout

@@ -1,10 +1,10 @@
 """`lagrange trainer`: starts the ranks; each joins, builds the model and runs the loop.
 
-Invariant: the process ends with one clear message and a code that says whether starting it again can help: 0 finished;
-1 try again (the run resumes from its checkpoint); 2 configuration; 3 the run cannot go on; 4 Redis cannot be reached;
-143 stopped on request: who looks at the code alone would take an evicted trainer that ends with 0 for one that is done.
-Nothing but rank 0 writes to Redis, save that a group which cannot be used is rejected by the
-ranks that have read it.
+Invariant: the process ends with one clear message and a code that says whether starting it again can help: 0 finished,
+by the last step or the end of the data set; 1 try again (the run resumes from its checkpoint); 2 configuration; 3 the
+run cannot go on; 4 Redis cannot be reached; 143 stopped on request: who looks at the code alone would take an evicted
+trainer that ends with 0 for one that is done. Nothing but rank 0 writes to Redis, save that a group which cannot be
+used is rejected by the ranks that have read it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def rank_main(config: RunConfig) -> int:
     configure_logs(config.run.id, "trainer" if rank == 0 else f"trainer-{rank}")
     try:
         _check(config)
+        if rank == 0:
+            for warning in warnings(loss_settings(config)):
+                log.warning("loss", problem=warning)
         traces = open_traces(config, "trainer") if rank == 0 else NO_TRACES
         with _stop_on_signal(rank) as stop, closing(traces):
             end = _train(config, stop, traces)
@@ -99,8 +102,7 @@ def _check(config: RunConfig) -> None:
         raise ConfigError("redis.url is not set. Set it, or start the run with `lagrange up`.")
     if config.model.path is None:
         raise ConfigError("model.path is not set: `lagrange up` makes the tiny model and sets it.")
-    for warning in warnings(loss_settings(config)):
-        log.warning("loss", problem=warning)
+    loss_settings(config)  # raises ConfigError
 
 
 def _train(config: RunConfig, stop: Callable[[], bool], traces: Traces) -> str:

@@ -55,33 +55,22 @@ def step_statistics(
     table = both[len(SUMS) :].reshape(max_lag + 1, len(BY_LAG))
     distances = [_abs(t)[t.active] for t in parts]
     lag_of = [lag[t.active] for lag, t in zip(lags, parts, strict=True)]
-    n = total["active"]
-    record: dict[str, Any] = {
-        "loss": total["loss"],
-        "entropy": _mean(total["entropy"], n),
-        "kl_behaviour": _mean(total["kl"], n),
-        "kl_reference": _mean(total["reference_kl"], n) if settings.reference_kl else None,
-        "log_ratio_abs_mean": _mean(total["abs_d"], n),
-        "log_ratio_abs_max": number(exact_quantile(_join(distances), 1.0, sum_counts=sum_over)),
-        "clip_fraction": _mean(total["clipped"], n),
-        "ess": _mean(total["w"] ** 2, total["w_squared"] * n),
-        "lag_mean": _mean(total["lag"], n),
-        "trained_tokens": int(n),
-    }
     present = [index for index in range(max_lag + 1) if table[index, 0] > 0]
-    record["lag_min"] = min(present, default=None)
-    record["lag_max"] = max(present, default=None)
-    by_lag: dict[str, dict[str, Any]] = {}
+    record = _means(settings, total) | {
+        "log_ratio_abs_max": number(exact_quantile(_join(distances), 1.0, sum_counts=sum_over)),
+        "lag_min": min(present, default=None),
+        "lag_max": max(present, default=None),
+        "by_lag": {},
+    }
     for index in present:
         count, abs_d, gated_count = table[index].tolist()
         own = [d[of == index] for d, of in zip(distances, lag_of, strict=True)]
-        by_lag[str(index)] = {
+        record["by_lag"][str(index)] = {
             "tokens": int(count),
             "log_ratio_abs": _mean(abs_d, count),
             "gate_rate": _mean(gated_count, count) if settings.entry.sat else None,
             "q": number(exact_quantile(_join(own), settings.sat.alpha, sum_counts=sum_over)),
         }
-    record["by_lag"] = by_lag
     if not settings.entry.sat:
         record["sat"] = None
         return record, None
@@ -95,6 +84,22 @@ def step_statistics(
         "c_min": number(exact_quantile(kept, 0.0, sum_counts=sum_over))
     }
     return record, measured
+
+
+def _means(settings: LossSettings, total: Mapping[str, float]) -> dict[str, Any]:
+    """What any loss did in a step, from the sums over its tokens (SUMS)."""
+    n = total["active"]
+    return {
+        "loss": total["loss"],
+        "entropy": _mean(total["entropy"], n),
+        "kl_behaviour": _mean(total["kl"], n),
+        "kl_reference": _mean(total["reference_kl"], n) if settings.reference_kl else None,
+        "log_ratio_abs_mean": _mean(total["abs_d"], n),
+        "clip_fraction": _mean(total["clipped"], n),
+        "ess": _mean(total["w"] ** 2, total["w_squared"] * n),
+        "lag_mean": _mean(total["lag"], n),
+        "trained_tokens": int(n),
+    }
 
 
 def _sat_record(settings: LossSettings, used: Gate, total: Mapping[str, float]) -> dict[str, Any]:

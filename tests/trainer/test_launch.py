@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from configs.load import ConfigError, save_config
 from tests.broker.helpers import wait_for
 from tests.conftest import ConfigFactory
-from trainer import torchrun
+from trainer import main, torchrun
 from trainer.launch import STOPPED, outcome, stop_seconds
 
 START = (
@@ -79,3 +80,17 @@ def test_torchrun_that_is_told_to_stop_ends_as_ranks_do(
 
     monkeypatch.setattr("torch.distributed.run.main", told)
     assert torchrun.main([]) == STOPPED
+
+
+def test_a_loss_setting_without_effect_is_said_once(
+    make_config: ConfigFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = {"name": "tis", "clip_high": 0.5}
+    model = {"path": str(tmp_path)}
+    config = make_config(**{"redis.url": "redis://x", "model": model, "trainer.loss": loss})
+    monkeypatch.setattr(main, "configure_logs", lambda *_: None)
+    monkeypatch.setattr(main, "_train", lambda *_: "finished")
+    with capture_logs() as said:
+        assert main.run(config) == 0
+    (warning,) = [line["problem"] for line in said if line["log_level"] == "warning"]
+    assert "clip_high have no effect" in warning

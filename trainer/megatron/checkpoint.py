@@ -33,6 +33,7 @@ from configs.load import ConfigError
 from trainer.megatron.parallel import Parallel, gather_bytes
 from trainer.megatron.policy import PolicyModel
 from trainer.megatron.safetensors_file import MANIFEST, checksum, sync_folder, verify_manifest, write_durably
+from trainer.versions import remove_unfinished
 
 _STATE = "state.json"
 _OWNER = "epoch"
@@ -166,14 +167,14 @@ def take_over(root: Path, epoch: int, step: int) -> list[Path]:
     one: first it is no owner any more, then what it was writing goes, then what it finished beyond `step` in the
     meantime is set aside: its groups were handed out again. Returns what was set aside. Raises OSError.
     """
-    _remove_unfinished(root)  # it may have filled the disk, which must have room for the file
+    remove_unfinished(root)  # it may have filled the disk, which must have room for the file
     try:
         root.mkdir(parents=True, exist_ok=True)
         write_durably(root / _OWNER, str(epoch).encode())
         sync_folder(root)
     except OSError as error:
         raise OSError(f"checkpoints cannot be written to {root}: {error}") from error
-    _remove_unfinished(root)
+    remove_unfinished(root)
     aside = []
     for at, folder in _checkpoints(root):
         if at > step:
@@ -191,11 +192,6 @@ def owner_of(root: Path) -> int | None:
         return None
     except ValueError as error:
         raise OSError(f"{file} does not name the trainer that may write here; the next start writes it anew") from error
-
-
-def _remove_unfinished(root: Path) -> None:
-    for folder in root.glob(".*.partial"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checkpoints(root: Path) -> list[tuple[int, Path]]:
