@@ -20,7 +20,6 @@ Seen with SGLang 0.5.23 on a CPU (tests/rollout/test_real_engine.py holds most o
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import contextlib
@@ -28,10 +27,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import anyio
 import httpx
 import numpy as np
 
 from broker.types import Float32Array, Int32Array, RouteArray, VersionRun
+from rollout.cancellable import cancellable
 from rollout.checkpoint import Checkpoint
 from rollout.stream import Arrivals, BadMessage, ErrorMessage
 
@@ -184,18 +185,18 @@ class EngineClient:
         samples = [broke if a is None and broke else self._sample(a, len(prompt_ids), 0) for a in answers]
         return samples, broke
 
+    @cancellable
     async def _receive(self, body: Mapping[str, Any], arrivals: Arrivals, stall_s: float) -> None:
         """Read a stream to its end."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._timeout_s
-        with self._errors("/generate"):
-            async with asyncio.timeout_at(end) as limit, self._http.stream("POST", "/generate", json=body) as response:
+        with self._errors("/generate"), anyio.fail_after(self._timeout_s) as limit:
+            end = limit.deadline
+            async with self._http.stream("POST", "/generate", json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
                     self._check("/generate", response.status_code, response.text)
                 async for line in response.aiter_lines():
                     arrivals.add(line)
-                    limit.reschedule(min(end, loop.time() + stall_s))
+                    limit.deadline = min(end, anyio.current_time() + stall_s)
         if not arrivals.complete:
             raise EngineDropped(f"{self.url}/generate: the stream ended before its samples did")
 
@@ -274,9 +275,10 @@ class EngineClient:
         except InvalidAnswer as error:
             return error
 
+    @cancellable
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, empty: bool = False) -> Any:
         with self._errors(path):
-            async with asyncio.timeout(self._timeout_s):  # httpx's limits are for each read, this is for all of it
+            with anyio.fail_after(self._timeout_s):  # httpx's limits are for each read, this is for all of it
                 response = await self._http.request(method, path, json=body)
             self._check(path, response.status_code, response.text)
         if empty:

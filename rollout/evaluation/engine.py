@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import httpx
 
 from configs.schema import RunConfig
+from rollout.cancellable import cancellable
 from rollout.client import EngineBusy, EngineClient, EngineDropped, EngineTimeout, EngineUnreachable
 from rollout.command import UNCONFIRMED_VERSION
 from rollout.engine import Plan, make_plan
@@ -70,6 +71,7 @@ async def evaluation_engine(config: RunConfig, version: int) -> AsyncIterator[Ev
             plan.key_file.unlink(missing_ok=True)
 
 
+@cancellable
 async def load(plan: Plan, folder: Path, version: int, timeout_s: float) -> None:
     """Load a published version's weights. Raises EngineFailed if the engine does not confirm it."""
     headers = {"Authorization": f"Bearer {plan.key}"} if plan.key else {}

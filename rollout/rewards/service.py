@@ -15,8 +15,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import httpx
 
+from rollout.cancellable import cancellable
 from rollout.rewards.pool import RewardFailed, RewardTimeout
 from rollout.tasks.types import Prompt, Response
 
@@ -65,12 +67,13 @@ class ServiceJudge:
 
     async def close(self) -> None:
         """End everything; who still waits is told."""
-        for task in (self._sender, *self._sending):
-            if task is not None:
-                task.cancel()
+        tasks = [task for task in (self._sender, *self._sending) if task is not None]
+        for task in tasks:
+            task.cancel()
         for _, future in self._waiting:
             if not future.done():
                 future.set_exception(RewardFailed("the worker ends"))
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
     async def _send_all(self) -> None:
@@ -112,8 +115,7 @@ class ServiceJudge:
             if attempt:
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.1 * 4**attempt, 5.0))
             try:
-                async with asyncio.timeout(self._service.timeout_s):
-                    response = await self._http.post(self._service.url, json={"items": items})
+                response = await self._post(items)
             except (httpx.TimeoutException, TimeoutError):
                 problem = RewardTimeout(f"{self._service.url}: no answer within {self._service.timeout_s:g} s")
                 continue
@@ -126,6 +128,11 @@ class ServiceJudge:
             if response.status_code != 429 and response.status_code < 500:
                 break
         raise problem
+
+    @cancellable
+    async def _post(self, items: list[dict[str, Any]]) -> httpx.Response:
+        with anyio.fail_after(self._service.timeout_s):
+            return await self._http.post(self._service.url, json={"items": items})
 
 
 def _rewards(response: httpx.Response, count: int) -> list[float | None]:

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import anyio
 import httpx
+
+from rollout.cancellable import cancellable
 
 MAX_ANSWER_BYTES = 32 << 20
 ABORTED_S = 0.9  # until aborted requests have left; longer would cost more than it saves
@@ -168,6 +171,7 @@ class EngineClient:
             return _succeeded(asked.result())
         finally:
             asked.cancel()
+            await asyncio.wait({asked})  # who cancelled this load may close the connections next
 
     async def join_group(self, group: str, address: str, port: int, world: int, backend: str) -> Done[None] | Lost:
         """Let all its ranks join a process group as ranks 1, 2, ...; rank 0 waits for them at address:port."""
@@ -239,11 +243,12 @@ class EngineClient:
             return Lost(f"{path} answered something that is not JSON")
         return Done(decoded) if isinstance(decoded, dict) else Lost(f"{path} answered no object")
 
+    @cancellable
     async def _send(
         self, method: str, path: str, limit_s: float, body: Mapping[str, Any] | None = None
     ) -> Done[tuple[int, bytes]] | Lost:
         try:
-            async with asyncio.timeout(limit_s):
+            with anyio.fail_after(limit_s):
                 request = self._http.stream(method, self._url + path, json=body, headers=self._headers, timeout=limit_s)
                 async with request as response:
                     content = bytearray()
