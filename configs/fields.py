@@ -55,7 +55,8 @@ def allowed(place: Place) -> str:
     """What may be at a place, in words; "" if nothing may."""
     part = _at(place)
     if "properties" in part:
-        return f"section with {', '.join(part['properties'])}"
+        needed = part.get("required")
+        return f"section with {'at least ' if needed else ''}{', '.join(needed or part['properties'])}"
     return " or ".join(map(_kind, _choices(part))) if part else ""
 
 

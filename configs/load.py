@@ -109,10 +109,12 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 def _assign(tree: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
-    for name in parents:
-        child = tree.setdefault(name, {})
+    for depth, name in enumerate(parents, start=1):
+        if tree.get(name) is None:  # a resolved file has every section that is not used, as null
+            tree[name] = {}
+        child = tree[name]
         if not isinstance(child, dict):
-            raise ConfigError(f"{dotted}: {name} is not a section")
+            raise ConfigError(f"{dotted}: {'.'.join(parents[:depth])} holds {_shown(child)}, not fields of its own.")
         tree = child
     tree[leaf] = value
 

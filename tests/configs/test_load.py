@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from configs import ConfigError, RunConfig, load_config
+from configs import ConfigError, RunConfig, load_config, save_config
 from configs.check import sizes_of
 from configs.load import parse_yaml, validated
 from configs.sections.section import ALLOWED
@@ -110,7 +110,8 @@ def test_a_key_like_no_other_is_referred_to_the_schema() -> None:
         ("lag.max", -1, "-1 is not allowed here. It may be: whole number, at least 0, at most 1024."),
         ("run.steps", 1.5, "1.5 is not allowed here. It may be: whole number, at least 1."),
         ("run.steps", None, "an empty value is not allowed here. It may be: whole number, at least 1."),
-        ("lag", [1], "a list is not allowed here. It may be: section with max, straggler_wait_s, adaptive."),
+        ("lag", [1], "a list is not allowed here. It may be: section with at least max."),
+        ("traces", 1, "1 is not allowed here. It may be: section with endpoint, ratio, timeout_s,"),
         ("engine.dtype", "fp16", "'fp16' is not allowed here. It may be: float32, bfloat16."),
         ("engine.urls", ["h:1"], "'h:1' is not allowed here. It may be: address such as http://host:30000."),
         ("trainer.loss.parameters", {"cap": "x"}, "'x' is not allowed here. It may be: number."),
@@ -183,6 +184,16 @@ def test_every_pattern_is_told_in_words() -> None:
 def test_a_value_that_no_run_could_use_is_refused_by_the_name_of_its_field(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         load_config(LOCAL, {name: value})
+
+
+def test_a_field_of_a_section_that_a_file_leaves_empty_may_be_set(tmp_path: Path) -> None:
+    save_config(load_config(LOCAL), tmp_path / "resolved.yaml")
+    assert "adaptive: null" in (tmp_path / "resolved.yaml").read_text()
+    adaptive = load_config(tmp_path / "resolved.yaml", {"lag.adaptive.max": 5}).lag.adaptive
+    assert adaptive is not None
+    assert adaptive.max == 5
+    with pytest.raises(ConfigError, match=r"lag\.max\.x\.y: lag\.max holds 1, not fields"):
+        load_config(LOCAL, {"lag.max.x.y": 5})
 
 
 def test_a_group_of_one_is_refused_as_it_has_no_advantage() -> None:
