@@ -79,42 +79,23 @@ def up(
 @app.command()
 def check(file: FileArgument, settings: SetOption = None) -> None:
     """Say what a configuration means, and what is wrong with it. Exit code 0: it can run; 2: it cannot."""
-    from configs import check as checks
-    from rollout.datasets.rows import BadRow
-    from rollout.tasks import make_task
-    from trainer.losses import catalogue
+    from configs.check import meaning
+    from services.examine import examine
 
     config = load_config(file, pairs(settings, "--set"))
-    found, warnings = [], []
-    try:
-        found += checks.errors(config)
-        warnings += checks.warnings(config)
-    except ConfigError as error:  # a damaged config.json
-        found.append(str(error))
-    try:
-        warnings += catalogue.warnings(catalogue.loss_settings(config))
-    except ConfigError as error:
-        found.append(str(error))
-    tasks = [(config.task.name, config.task.parameters), *((t.name, t.parameters) for t in config.evaluation.tasks)]
-    for name, parameters in tasks:
-        try:
-            make_task(name, config.run.seed, parameters)
-        except ConfigError as error:
-            if isinstance(error.__cause__, BadRow):  # data may lie on another machine
-                warnings.append(f"{error} The workers need it; here it may be absent.")
-            else:
-                found.append(str(error))
-    if found:
-        raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
+    found = examine(config)
+    if found.problems:
+        raise ConfigError("\n".join(f"{file}: {problem}" for problem in found.problems))
     console = Console(highlight=False)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for topic, sentence in checks.meaning(config):
+    for topic, sentence in meaning(config):
         table.add_row(topic, escape(sentence))
     console.print(f"[green]{escape(str(file))} is valid.[/]")
     console.print(table)
-    for warning in warnings:
+    absent = (f"{what} The workers need it; here it may be absent." for what in found.absent)  # it may lie elsewhere
+    for warning in (*found.warnings, *absent):
         console.print(f"[yellow]warning[/]  {escape(warning)}")
 
 
@@ -252,6 +233,8 @@ def watch(
 def looker(target: str, hint: str) -> AbstractContextManager[Callable[[], Any]]:
     """How to draw the run at `target` (a folder or a monitor's URL) now."""
     if not target.startswith(("http://", "https://")):
+        if not Path(target).exists():
+            raise ConfigError(f"{target}: no such folder. Name runs/<id>, or a monitor's address, http://HOST:PORT.")
         return folder_looker(Path(target), hint)
     from services.local.live import screen
     from services.monitor.remote import ask, view_of_overview

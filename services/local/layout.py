@@ -57,13 +57,17 @@ def new_run_id(name: str, now: time.struct_time, taken: Collection[str] = ()) ->
     return candidate
 
 
-def free_port(host: str) -> int:
-    """A port on which nothing listens now. Raises CannotStart if `host` is not an address of this machine."""
+def free_port(field: str, host: str) -> int:
+    """A port on which nothing listens now, for the service whose port `field` is.
+
+    Raises CannotStart if `host` is not an address of this machine.
+    """
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))
         except OSError as error:
-            raise CannotStart(f"cannot listen on {host}: {error.strerror}. Set the host to 127.0.0.1.") from error
+            place = field.replace(".port", ".host")
+            raise CannotStart(f"{place}: cannot listen on {host} ({error.strerror}). Set it to 127.0.0.1.") from error
         return int(probe.getsockname()[1])
 
 
@@ -136,6 +140,7 @@ class _Ports:
         if wanted:
             taken = [p for p in range(wanted, wanted + length) if p in self._given or not port_is_free(host, p)]
             if taken and not self._move_taken:
+                free_port(field, host)  # no port is free on a host that is not this one
                 raise CannotStart(
                     f"{field}: port {taken[0]} on {host} is in use. End what listens there, or set {field}: 0 "
                     "for a free one."
@@ -144,7 +149,7 @@ class _Ports:
                 self._given.update(range(wanted, wanted + length))
                 return wanted
         for _ in range(256):
-            first = free_port(host)
+            first = free_port(field, host)
             block = range(first, first + length)
             if not self._given.intersection(block) and all(p <= 65535 and port_is_free(host, p) for p in block):
                 self._given.update(block)

@@ -71,13 +71,15 @@ def held(lock: Path) -> bool:
 
 
 def how_it_ended(folder: Path) -> str:
-    """What became of a run that nothing drives any more, from its last snapshot."""
+    """What became of a run whose Redis ended with its `lagrange up`, from its last snapshot."""
     ledger = read_ledger(folder)
     step = f"step {ledger['step']} of {ledger['steps_total']}" if {"step", "steps_total"} <= set(ledger) else ""
     if ledger.get("status") == "finished":
-        return f"{folder} has finished ({step}). What it did: {folder / 'report.html'}"
+        return f"{folder} has finished ({step}), and its Redis with it. What it did: {folder / 'report.html'}"
     stopped = f"stopped ({step})" if step else "ended without a last snapshot"
-    return f"{folder} does not run: it {stopped}. Go on with: lagrange up --resume {folder}"
+    return (
+        f"{folder} does not run: it {stopped}, and its Redis ended with it. Go on with: lagrange up --resume {folder}"
+    )
 
 
 def save_beginning(folder: Path, beginning: Beginning) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from configs import ConfigError, RunConfig, load_config, save_config
 from configs.schema import TinyModel
+from services.examine import examine
 from services.local.layout import CannotStart, new_run_id, resolve
 from services.local.open_run import LOCK
 from services.local.preflight import free_bytes, problems
@@ -52,7 +53,7 @@ class Plan:
 
 def plan_new(file: Path, overrides: dict[str, Any]) -> Plan:
     """A new run of `file`, with an id and a folder of its own. Raises ConfigError and CannotStart."""
-    asked = load_config(file, overrides)
+    asked = examined(load_config(file, overrides), file)
     directory = asked.run.directory.absolute()
     taken = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     run_id = asked.run.id or new_run_id(asked.run.name, time.localtime(), taken)
@@ -70,7 +71,7 @@ def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: no config.yaml there. Name the folder of a run, runs/<id>.")
     with only_one(folder):  # its ports are in use while another `up` runs: say so, rather than move them
-        config = load_config(file, overrides)
+        config = examined(load_config(file, overrides), file)
         place = folder.absolute()
         if config.model.path == config.run.folder / "model":
             config = config.model_copy(
@@ -79,6 +80,14 @@ def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
         resolved = resolve(config, place.name, place.parent, move_taken_ports=True)
     new_bound = any(name.partition(".")[0] in ("lag", "weights") for name in overrides)
     return _checked(resolved, Plan(resolved, None, resumed=True, new_bound=new_bound))
+
+
+def examined(config: RunConfig, file: Path) -> RunConfig:
+    """The same, if trainer and workers could use it. Raises ConfigError: an engine's start is long to wait for it."""
+    found = examine(config)
+    if problems := [*found.problems, *found.absent]:
+        raise ConfigError("\n".join(f"{file}: {problem}" for problem in problems))
+    return config
 
 
 def prepare(plan: Plan) -> None:

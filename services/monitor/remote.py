@@ -24,6 +24,7 @@ from services.local.live import (
 )
 
 TIMEOUT_S = 5.0
+WHERE = "Name the address that `lagrange up` or `lagrange status runs/<id>` calls the monitor's."
 
 
 class CannotWatch(Exception):
@@ -39,7 +40,7 @@ def ask(url: str, token: str | None) -> Callable[[], Mapping[str, Any]]:
         try:
             answer = httpx.get(address, headers=headers, timeout=TIMEOUT_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise CannotWatch(f"{url} does not answer ({type(error).__name__}). Is it a monitor's address?") from error
+            raise CannotWatch(f"{url} does not answer ({type(error).__name__}). {WHERE}") from error
         if answer.status_code == 401:
             raise CannotWatch(f"{url} needs a token. Set LAGRANGE_API_TOKEN.")
         try:
@@ -48,7 +49,7 @@ def ask(url: str, token: str | None) -> Callable[[], Mapping[str, Any]]:
                 return dict(found)
             why = found["error"]["message"]
         except (ValueError, KeyError, TypeError) as error:
-            raise CannotWatch(f"{url} answered {answer.status_code}, but not as a monitor does.") from error
+            raise CannotWatch(f"{url} answered {answer.status_code}, but not as a monitor does. {WHERE}") from error
         raise CannotWatch(f"{url}: {why}")
 
     return overview

@@ -36,7 +36,7 @@ def write_dump(path: Path, config: RunConfig, version: int, group_id: int, paylo
     try:
         path.write_bytes(msgspec.msgpack.encode(Dump(FORMAT, config.run.id, group_id, version, tree, payload)))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}).") from error
+        raise ConfigError(f"{path} cannot be written ({error.strerror}). Name a file in a writable folder.") from error
 
 
 def read_dump(path: Path) -> tuple[Dump, Group, RunConfig]:
@@ -44,7 +44,7 @@ def read_dump(path: Path) -> tuple[Dump, Group, RunConfig]:
     try:
         dump = msgspec.msgpack.decode(path.read_bytes(), type=Dump)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
+        raise ConfigError(f"{path} cannot be read ({error.strerror}). `lagrange groups dump` writes one.") from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is no dump of a group ({error}). `lagrange groups dump` writes one.") from error
     if dump.format != FORMAT:

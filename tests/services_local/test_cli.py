@@ -164,7 +164,19 @@ def test_an_impossible_combination_names_the_fields_to_change(lagrange: Lagrange
         (("up", "configs/local.yaml", "--resume", "runs/r"), "Leave the file out"),
         (("up", "--resume", "runs/none"), "no config.yaml"),
         (("up", "configs/local.yaml", "--set", "engine.python=/none/python"), "make setup"),
-        (("status", "runs/none"), "config.yaml is missing"),
+        (("status", "runs/none"), "http://HOST:PORT"),
+        (("watch", "127.0.0.1:8020"), "http://HOST:PORT"),
+        (("status", "http://127.0.0.1:1"), "does not answer (ConnectError). Name the address"),
+        (("status", "configs"), "config.yaml is missing"),
+        (("replay", "none"), "`lagrange groups dump` writes one"),
+        (("up", "configs/local.yaml", "--set", "monitor.host=192.0.2.1"), "monitor.host: cannot listen on 192.0.2.1"),
+        (
+            ("up", "configs/local.yaml", "--set", "engine.host=192.0.2.1", "--set", "engine.port=9"),
+            "engine.host: cannot",
+        ),
+        (("up", "configs/local.yaml", "--set", "task.name=nope"), "configs/local.yaml: task.name: there is no task"),
+        (("up", "configs/local.yaml", "--set", "trainer.loss.name=ppo"), "trainer.loss.name: 'ppo' is not a loss"),
+        (("up", "configs/local.yaml", "--set", "task={name: gsm8k, parameters: {path: none}}"), "none"),
         (("report", "runs/none"), "config.yaml is missing"),
         (("up", "configs/local.yaml", "--set", "lag.max"), "expected NAME=VALUE"),
         (("up", "configs/local.yaml", "--set", "run.directory=LICENSE"), "LICENSE/local-"),
@@ -184,9 +196,15 @@ def test_a_call_that_cannot_work_says_why_on_standard_error(
 @pytest.mark.parametrize(
     ("ledger", "said"),
     [
-        ({"status": "finished", "step": 5, "steps_total": 5}, "has finished (step 5 of 5). What it did:"),
-        ({"status": "stopped", "step": 2, "steps_total": 5}, "it stopped (step 2 of 5). Go on with: lagrange up --res"),
-        (None, "it ended without a last snapshot. Go on with: lagrange up --resume"),
+        (
+            {"status": "finished", "step": 5, "steps_total": 5},
+            "has finished (step 5 of 5), and its Redis with it. What it did:",
+        ),
+        (
+            {"status": "stopped", "step": 2, "steps_total": 5},
+            "it stopped (step 2 of 5), and its Redis ended with it. Go on with: lagrange up --res",
+        ),
+        (None, "it ended without a last snapshot, and its Redis ended with it. Go on with: lagrange up --resume"),
     ],
 )
 @pytest.mark.parametrize("command", [("status",), ("watch",), ("queue",), ("groups", "list")])
