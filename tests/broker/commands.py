@@ -136,13 +136,30 @@ class Commands(Compared):
             assert group.oldest_version == d.oldest_version
 
     @precondition(lambda self: self.leased)
-    @rule(
-        filtered=st.lists(st.booleans(), min_size=3, max_size=3),
-        leave_out=st.booleans(),
-        ahead=st.sampled_from([None, None, (), (0,), (1, 0)]),
-    )
-    def step(self, filtered: list[bool], leave_out: bool, ahead: tuple[int, ...] | None = None) -> None:
-        """ahead: None records the step alone; else the next batch is pulled with it, some of which was foreseen."""
+    @rule(filtered=st.lists(st.booleans(), min_size=3, max_size=3), leave_out=st.booleans())
+    def step(self, filtered: list[bool], leave_out: bool) -> None:
+        version, outcomes, lags = self.trained(filtered, leave_out)
+        for _ in range(2):  # a repeated step changes nothing
+            self.broker.step(self.epoch, version, outcomes, lags, {"n": version})
+
+    @precondition(lambda self: self.leased)
+    @rule(leave_out=st.booleans(), ahead=st.sampled_from([(), (0,), (1, 0)]), go_on=st.booleans())
+    def step_and_pull(self, leave_out: bool, ahead: tuple[int, ...], go_on: bool) -> None:
+        """ahead: places in the queue of what is foreseen. go_on: the batch that comes with the step is trained, too."""
+        version, outcomes, lags = self.trained([False, True, False], leave_out)
+        wanted, ready = self.settings.groups_per_step, self.model.in_line()
+        foreseen = [ready[i] for i in ahead if i < len(ready)]
+        answer = self.broker.step_and_pull(self.epoch, version, outcomes, lags, {"n": version}, wanted, foreseen)
+        if isinstance(answer, Refused):
+            assert answer.reason == self.model.pull(wanted)
+            return
+        self.pulled(answer.deliveries, answer.groups)
+        assert list(answer.ahead) == self.model.in_line()[:wanted]
+        if go_on:
+            self.step([False, False, True], False)
+
+    def trained(self, filtered: list[bool], leave_out: bool) -> tuple[int, list[Outcome], Counter[int]]:
+        """The model takes the step; the version of it, the outcomes and the tokens by lag for Redis."""
         outcomes = list(zip(self.leased, filtered, strict=False))
         if leave_out and len(outcomes) > 1:
             outcomes.pop()
@@ -155,20 +172,7 @@ class Commands(Compared):
                 lags[version - g.oldest] += g.tokens
         self.leased = []
         self.model.step(outcomes)
-        said = [Outcome(i, skip) for i, skip in outcomes]
-        if ahead is None:
-            for _ in range(2):  # a repeated step changes nothing
-                self.broker.step(self.epoch, version, said, lags, {"n": version})
-            return
-        wanted = self.settings.groups_per_step
-        ready = self.model.in_line()
-        foreseen = [ready[i] for i in ahead if i < len(ready)]
-        answer = self.broker.step_and_pull(self.epoch, version, said, lags, {"n": version}, wanted, foreseen)
-        if isinstance(answer, Refused):
-            assert answer.reason == self.model.pull(wanted)
-            return
-        self.pulled(answer.deliveries, answer.groups)
-        assert list(answer.ahead) == self.model.in_line()[:wanted]
+        return version, [Outcome(i, skip) for i, skip in outcomes], lags
 
     @precondition(lambda self: self.leased)
     @rule()

@@ -70,14 +70,19 @@ class Protocol(Commands):
         if not self.leased:
             self.pull()
         if step and self.leased:
-            self.step([False, True, False], False, (0,) if self.model.step_number % 2 else None)
-        if step and self.leased:  # what came with the step
             self.step([False, True, False], False)
 
     @rule(groups=st.integers(3, 6), leave=st.integers(0, 2))
     def work_on(self, groups: int, leave: int) -> None:
         """The same, chosen more often than other rules."""
         self.work(groups, True, True, leave)
+
+    @rule(groups=st.integers(3, 6), leave_out=st.booleans())
+    def work_of_a_trainer_of_one_rank(self, groups: int, leave_out: bool) -> None:
+        """It takes its next batch with the step."""
+        self.work(groups, True, False, 0)
+        if self.leased:
+            self.step_and_pull(leave_out, (0,), True)
 
     @rule(leave=st.integers(1, 2), patience=st.booleans(), late=st.booleans())
     def slow_groups(self, leave: int, patience: bool, late: bool) -> None:
@@ -125,7 +130,7 @@ class Protocol(Commands):
         elif self.leased and what == "reject":
             self.reject()
         elif self.leased:
-            self.step([False, True, False], True, ())
+            self.step([False, True, False], True)
 
     @precondition(lambda self: self.tickets)
     @rule(final=st.booleans())
