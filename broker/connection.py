@@ -75,31 +75,30 @@ class Connection:
 
     def call(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Any]:
         """Run the transition `name`; answers are ints, str, None and lists of them."""
-        return cast(list[Any], self.calls([], [(name, keys, arguments)])[1][0])
+        return self.call_after([], name, keys, arguments)[1]
 
-    def calls(
-        self, before: Sequence[Command], transitions: Sequence[tuple[str, Sequence[str], Sequence[Argument]]]
+    def call_after(
+        self, before: Sequence[Command], name: str, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> tuple[list[Any], list[Any]]:
-        """Plain commands, then transitions, in one round trip; the answers of both. An error of any is raised.
+        """Plain commands, then a transition, in one round trip; the answers of both. An error of any is raised.
 
-        Each is atomic, all together they are not. Errors as of `attempt`.
+        Each is atomic, all together they are not, and all are sent again if the server does not know the script. Errors
+        as of `attempt`.
         """
-        commands: list[Command] = [*before]
-        for name, keys, arguments in transitions:
-            commands.append(("EVALSHA", digest(name), len(keys), *keys, *arguments))
+        commands: list[Command] = [*before, ("EVALSHA", digest(name), len(keys), *keys, *arguments)]
 
         def once() -> list[Any]:
             answers = self._exchange(commands)
-            if any(isinstance(answer, redis.exceptions.NoScriptError) for answer in answers):
-                self._exchange([("SCRIPT", "LOAD", script(name)) for name in {name for name, _, _ in transitions}])
+            if isinstance(answers[-1], redis.exceptions.NoScriptError):
+                self._exchange([("SCRIPT", "LOAD", script(name))])
                 answers = self._exchange(commands)
             for answer in answers:
                 if isinstance(answer, Exception):
                     raise answer
             return answers
 
-        found = self.attempt(once)
-        return found[: len(before)], [_text(answer) for answer in found[len(before) :]]
+        *found, answer = self.attempt(once)
+        return found, cast(list[Any], _text(answer))
 
     def commands(self, commands: Sequence[Command]) -> list[Any]:
         """Plain commands in one round trip, bytes as they come; an error is raised as of `attempt`."""

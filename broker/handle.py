@@ -52,20 +52,16 @@ class RunHandle:
         """The same as they are stored (broker/wire.py)."""
         if not group_ids:
             return []
-        return self._payloads(group_ids, self._connection.commands([self._store().asks(group_ids)])[0])
+        found = self._store().found(self._connection.commands([self._store().asks(group_ids)])[0])
+        for group_id, data in zip(group_ids, found, strict=True):
+            if data is None:
+                raise CorruptPayload(group_id, "missing")
+        return [data for data in found if data is not None]
 
     def collect_payloads(self, *, sweep: bool = False) -> int:
         """Delete files of closed groups from a payload folder, with `sweep` also those that crashes left; how many."""
         store = self._store()
         return store.collect() + (store.sweep() if sweep else 0)
-
-    def _payloads(self, group_ids: Sequence[int], answer: Sequence[Any]) -> list[bytes | memoryview]:
-        """answer: what Redis said to `PayloadStore.asks`."""
-        found = self._store().found(answer)
-        for group_id, data in zip(group_ids, found, strict=True):
-            if data is None:
-                raise CorruptPayload(group_id, "missing")
-        return [data for data in found if data is not None]
 
     def _decoded(self, group_ids: Sequence[int], payloads: Sequence[bytes | memoryview]) -> list[Group]:
         return [wire.decode(data, self.run_id, i) for i, data in zip(group_ids, payloads, strict=True)]

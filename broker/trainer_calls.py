@@ -55,7 +55,10 @@ class TrainerCalls(RunHandle):
         return Refused(answer[1], answer[2]) if answer[0] == "refused" else _deliveries(answer)
 
     def pull_batch(self, epoch: int, version: int, groups: int) -> Batch | Refused:
-        """`pull`, then `fetch`; with what comes next, for `step_and_pull`."""
+        """`pull`, then `fetch`; with what comes next, for `step_and_pull`.
+
+        Raises CorruptPayload when the batch is leased and a payload cannot be read: reject it, and return_leased.
+        """
         answer = self._trainer("pull", epoch, version, groups, uuid.uuid4().hex, groups, asked=version)
         return self._batch(answer, {})
 
@@ -97,16 +100,15 @@ class TrainerCalls(RunHandle):
         """`step`, then `pull_batch` of `groups` groups at the next version, as one atomic change.
 
         For a trainer of one rank that takes its next batch when it has done one. ahead: `Batch.ahead` of the last one;
-        payloads of these come in the same round trip. Errors as of `step`, the batch being as it was. A payload that
-        cannot be read raises CorruptPayload when the step is recorded and the batch leased: reject the group, and
-        return_leased.
+        payloads of these come in the same round trip. Errors as of `step`: then nothing is pulled; or as of
+        `pull_batch`: then the step is recorded.
         """
         first = (epoch, version, *_step(outcomes, lag_tokens, metrics))
         second = (epoch, version + 1, groups, uuid.uuid4().hex, groups)
         before = [self._store().asks(ahead)] if ahead else []
-        call = ("step+pull", [self._keys.prefix], [len(first), *first, *second])
-        found, answers = self._connection.calls(before, [call])
-        stepped, pulled = self._initialised(answers[0])
+        arguments = [len(first), *first, *second]
+        found, answer = self._connection.call_after(before, "step+pull", [self._keys.prefix], arguments)
+        stepped, pulled = self._initialised(answer)
         if self._allowed(stepped, "step", epoch, version)[0] == "not-leased":
             raise NotLeased(int(stepped[1]))
         self._tidy()
@@ -151,9 +153,11 @@ class TrainerCalls(RunHandle):
             return Refused(answer[1], answer[2])
         deliveries = _deliveries(answer)
         ids = [d.group_id for d in deliveries]
-        here = all(ahead.get(i) is not None for i in ids)
-        payloads = self._payloads(ids, [ahead[i] for i in ids]) if here else self.fetch_bytes(ids)
-        return Batch(deliveries, tuple(self._decoded(ids, payloads)), tuple(map(int, answer[1])))
+        came = self._store().found([ahead.get(i) for i in ids])
+        payloads = {i: data for i, data in zip(ids, came, strict=True) if data is not None}
+        missing = [i for i in ids if i not in payloads]
+        payloads.update(zip(missing, self.fetch_bytes(missing), strict=True))
+        return Batch(deliveries, tuple(self._decoded(ids, [payloads[i] for i in ids])), tuple(map(int, answer[1])))
 
     def _trainer(self, name: str, epoch: int, *arguments: str | int | float | bytes, asked: int = 0) -> list[Any]:
         return self._allowed(self._call(name, epoch, *arguments), name, epoch, asked)

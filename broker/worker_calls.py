@@ -78,21 +78,23 @@ class WorkerCalls(RunHandle):
                     f"group {group.group_id} belongs to run {group.run!r}, this broker serves {self.run_id!r}"
                 )
         store = self._store()
+        payloads = [wire.pieces(group, self._codec) for group in groups]  # all, before any is laid aside
         arguments: list[str | int | float] = [len(groups)]
         staged: list[Staged] = []
-        for group in groups:
-            staged.append(store.stage(group.group_id, wire.pieces(group, self._codec)))
+        for group, payload in zip(groups, payloads, strict=True):
+            staged.append(store.stage(group.group_id, payload))
             arguments += submission(group, staged[-1])
         for name, value in stats.items():
             arguments += [name, float(value)]
         keys = [self._keys.prefix, *(s.key for s in staged if s.key)]
         before = [command for s in staged for command in s.commands]
         if admission is None:
-            call, tickets = ("submit", keys, arguments), []
-            answers = self._initialised(self._connection.calls(before, [call])[1][0])
+            _, answer = self._connection.call_after(before, "submit", keys, arguments)
+            answers, tickets = self._initialised(answer), []
         else:
-            call = ("submit+admit", keys, [len(arguments), *arguments, *admission])
-            answers, tickets = self._initialised(self._connection.calls(before, [call])[1][0])
+            both = [len(arguments), *arguments, *admission]
+            _, answer = self._connection.call_after(before, "submit+admit", keys, both)
+            answers, tickets = self._initialised(answer)
         results: list[SubmitResult | Refused] = []
         for answer, of in zip(answers, staged, strict=True):
             results.append("accepted" if answer[0] == "accepted" else Refused(answer[1], answer[2]))

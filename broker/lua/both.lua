@@ -1,14 +1,17 @@
--- both.lua: the end of a script of two transitions: the second sees what the first did.
+-- both.lua: the end of a script of two transitions: the second sees what the first did, and is left out if the trainer's
+-- first was refused (a submission has an answer for each group: what follows it does so in any case).
 -- ARGV  1 how many arguments the first has, then these, then those of the second
--- returns {answer of the first, answer of the second}
+-- returns {answer of the first, answer of the second or {}}
+local REFUSED = {fenced = true, version = true, ['not-leased'] = true}
 local function arguments(from, to)
   local out = {}
   for i = from, to do out[i - from + 1] = ARGV[i] end
   return out
 end
 local between = tonumber(ARGV[1]) + 1
-local answers = {first(arguments(2, between))}
+local answer = first(arguments(2, between))
+if REFUSED[answer[1]] then return {answer, {}} end
 write()
-answers[2] = second(arguments(between + 1, #ARGV))
+local answers = {answer, second(arguments(between + 1, #ARGV))}
 flush()
 return answers

@@ -2,8 +2,9 @@
 -- KEYS  1 prefix; touches group:<id>, generating
 -- ARGV  1 worker  then group ids
 -- returns the ids that are still held; the worker abandons the others
-local held, deadline = {}, int(now + n('lease_ms'))
-for _, id in ipairs(load({unpack(ARGV, 2)})) do
+local held, ids, deadline = {}, {}, int(now + n('lease_ms'))
+for i = 2, #ARGV do ids[i - 1] = ARGV[i] end
+for _, id in ipairs(load(ids)) do
   local rec = group(id)
   if rec.state == 'generating' and rec.worker == ARGV[1] then
     index('generating', id, deadline)

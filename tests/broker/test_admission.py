@@ -155,6 +155,11 @@ def test_a_renewed_lease_holds(run: Run, make_config: ConfigFactory) -> None:
     assert run.broker.snapshot().groups.failed == 0
 
 
+def test_a_worker_may_hold_more_groups_than_lua_unpacks(run: Run) -> None:
+    ticket = run.admit()
+    assert run.broker.renew(WORKER, [*range(9000), ticket.group_id]) == (ticket.group_id,)
+
+
 def test_a_poison_prompt_becomes_a_dead_letter_and_can_be_requeued(run: Run) -> None:
     for attempt in range(4):
         ticket = run.admit()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from broker.errors import CorruptPayload
 from broker.queue import Broker
 from broker.store import STAGED_MS, FolderPayloadStore
-from broker.types import Refused
+from broker.types import InvalidTrajectory, Refused
 from tests.broker.helpers import ENGINE, WORKER, Run, finished
 from tests.conftest import RUN, ConfigFactory
 
@@ -86,6 +88,19 @@ def test_refused_submissions_leave_no_file(broker: Broker, make_config: ConfigFa
     assert broker.submit(finished(ticket, RUN)) == "accepted"
     assert broker.submit(finished(ticket, RUN)) == "accepted"
     assert len(files(tmp_path)) == 1
+
+
+def test_a_group_that_cannot_be_packed_leaves_no_file_of_those_submitted_with_it(
+    broker: Broker, make_config: ConfigFactory, tmp_path: Path
+) -> None:
+    run = begin(broker, make_config, tmp_path, FOLDER)
+    good, bad = finished(run.admit(), RUN), finished(run.admit(), RUN)
+    first, second = bad.trajectories
+    assert first.routes is not None
+    spoilt = replace(bad, trajectories=(replace(first, routes=first.routes.astype(np.uint16)), second))
+    with pytest.raises(InvalidTrajectory, match="routes of several dtypes"):
+        broker.submit_many([good, spoilt])
+    assert files(tmp_path) == []
 
 
 def test_what_a_killed_worker_staged_is_swept_when_it_is_old(

@@ -90,6 +90,53 @@ def test_a_step_that_is_refused_pulls_nothing(four: Run) -> None:
     assert (after.groups, after.step, after.version) == (before.groups, before.step, before.version)
 
 
+def test_a_step_that_is_refused_pulls_nothing_though_its_next_version_is_the_recorded_one(four: Run) -> None:
+    """Weights of a restored checkpoint got a name meanwhile."""
+    broker, batch = four.broker, batch_of(four.broker.pull_batch(four.epoch, 0, 1))
+    assert broker.name_version(four.epoch) == 1
+    with pytest.raises(VersionMismatch):
+        broker.step_and_pull(four.epoch, 0, outcomes(batch), {}, {}, 1)
+    assert [g.group_id for g in broker.groups("leased")] == [d.group_id for d in batch.deliveries]
+
+
+def test_a_payload_that_was_not_there_when_it_was_looked_for_is_fetched(
+    broker: Broker, make_config: ConfigFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder: the record has no file yet when it is read, and the group is ready when the batch is chosen."""
+    folder = {"redis.payloads": "folder", "redis.payload_folder": str(tmp_path)}
+    broker.initialise(make_config(**{"trainer.groups_per_step": 1}, **folder))
+    run = Run(broker).start()
+    run.ready(1)
+    late, batch = run.admit(), batch_of(broker.pull_batch(run.epoch, 0, 1))
+    connection = broker._connection
+
+    def between(before: Sequence[Any], *call: Any) -> tuple[list[Any], list[Any]]:
+        monkeypatch.undo()
+        found = connection.commands(before)
+        assert broker.submit(finished(late, RUN)) == "accepted"
+        return found, connection.call_after([], *call)[1]
+
+    monkeypatch.setattr(connection, "call_after", between)
+    batch = batch_of(broker.step_and_pull(run.epoch, 0, outcomes(batch), {}, {}, 1, [late.group_id]))
+    assert [g.group_id for g in batch.groups] == [late.group_id]
+
+
+def test_of_a_batch_that_was_foreseen_in_part_the_rest_is_fetched(four: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker, fetched = four.broker, list[int]()
+    batch = batch_of(broker.pull_batch(four.epoch, 0, 1))
+    ids = [g.group_id for g in broker.groups("ready")]
+    fetch = broker.fetch_bytes
+
+    def noted(group_ids: Sequence[int]) -> list[bytes | memoryview]:
+        fetched.extend(group_ids)
+        return fetch(group_ids)
+
+    monkeypatch.setattr(broker, "fetch_bytes", noted)
+    batch = batch_of(broker.step_and_pull(four.epoch, 0, outcomes(batch), {}, {}, 2, [ids[1]]))
+    assert [g.group_id for g in batch.groups] == ids[:2]
+    assert fetched == ids[:1]
+
+
 def test_a_step_is_recorded_though_no_batch_follows(broker: Broker, make_config: ConfigFactory) -> None:
     broker.initialise(make_config(**{"trainer.groups_per_step": 1}))
     run = Run(broker).start()
@@ -104,16 +151,17 @@ def test_a_step_is_recorded_though_no_batch_follows(broker: Broker, make_config:
 def test_a_repeated_step_and_pull_gets_the_same_batch(four: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the answer was lost on the way and the connection asks again."""
     broker, batch = four.broker, batch_of(four.broker.pull_batch(four.epoch, 0, 1))
-    calls = broker._connection.calls
+    call_after = broker._connection.call_after
     twice: list[Any] = []
 
     def lost(*arguments: Any) -> tuple[list[Any], list[Any]]:
-        twice.extend([calls(*arguments), calls(*arguments)])
+        twice.extend([call_after(*arguments), call_after(*arguments)])
         return twice[-1]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(broker._connection, "calls", lost)
+    monkeypatch.setattr(broker._connection, "call_after", lost)
     after = batch_of(broker.step_and_pull(four.epoch, 0, outcomes(batch), {}, {}, 1, batch.ahead))
-    assert twice[0][1][0][1][2:] == twice[1][1][0][1][2:]
+    (_, (_, first)), (_, (_, second)) = twice
+    assert first[2:] == second[2:]
     assert [d.group_id for d in after.deliveries] == list(batch.ahead[:1])
     assert (broker.snapshot().step, broker.snapshot().groups.leased) == (1, 1)
 

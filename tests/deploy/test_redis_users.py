@@ -87,10 +87,10 @@ class ByRole(Connection):
         super().__init__(url, password=None, timeout_s=30)
         self.roles = {r: Connection(url, user=r, password=PASSWORDS[r], timeout_s=30) for r in ROLES}
 
-    def calls(
-        self, before: Sequence[Command], transitions: Sequence[tuple[str, Sequence[str], Sequence[Argument]]]
+    def call_after(
+        self, before: Sequence[Command], name: str, keys: Sequence[str], arguments: Sequence[Argument]
     ) -> tuple[list[Any], list[Any]]:
-        return self.roles[OWNER.get(transitions[0][0], "trainer")].calls(before, transitions)
+        return self.roles[OWNER.get(name, "trainer")].call_after(before, name, keys, arguments)
 
     def close(self) -> None:
         for one in self.roles.values():
