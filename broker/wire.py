@@ -49,7 +49,7 @@ _NAMES = {native.newbyteorder("="): name for name, native in _DTYPES.items()}
 
 
 class Column(msgspec.Struct, array_like=True, frozen=True):
-    """A field of all samples in the body. rows: its first dimension in each, 0 where there is none; row: the others."""
+    """A field of all samples in the body. rows: its length in each, 0 where there is none; row: the shape of one."""
 
     dtype: str
     row: tuple[int, ...]
