@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,32 @@ def logs_of_one_test() -> Iterator[None]:
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
+
+
+@pytest.fixture(autouse=True)
+def no_connection_is_left_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    """An asynchronous test that leaves one fails, rather than the later test in which the garbage collector finds it.
+
+    Not those with a real engine: it serves the whole session, and so do its connections.
+    """
+    if not inspect.iscoroutinefunction(request.function) or request.node.get_closest_marker("engine"):
+        yield
+        return
+    before = open_sockets()
+    yield
+    end = time.monotonic() + 10  # servers in threads take a moment
+    while left := open_sockets() - before:
+        assert time.monotonic() < end, f"{len(left)} connections or servers are still open; close what holds them"
+        time.sleep(0.01)
+
+
+def open_sockets() -> set[str]:
+    """The sockets of this process, by the kernel's names of them."""
+    opened = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile, as is that of this very listing
+            opened.add(str(descriptor.readlink()))
+    return {name for name in opened if name.startswith("socket:")}
 
 
 @pytest.fixture(scope="session")
