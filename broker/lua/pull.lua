@@ -48,7 +48,7 @@ if waits_for then
   count('stragglers_left_behind')
 end
 unset('straggler_since')
-local ids = redis.call('ZRANGE', k('ready'), 0, groups - 1)
+local ids = groups > 0 and redis.call('ZRANGE', k('ready'), 0, groups - 1) or {} -- an end of -1 is the last
 if ahead > 0 then out[2] = redis.call('ZRANGE', k('ready'), groups, groups + ahead - 1) end
 for _, id in ipairs(load(ids)) do
   local rec = group(id)

@@ -45,6 +45,12 @@ def test_a_pull_takes_the_oldest_groups_first(run: Run) -> None:
     assert run.pull()[0].group_id == old[2].group_id
 
 
+def test_a_pull_of_no_groups_leases_none(run: Run) -> None:
+    run.ready(2)
+    assert run.pull(0) == ()
+    assert run.broker.snapshot().groups.ready == 2
+
+
 def test_groups_past_the_bound_go_stale_at_the_pull_and_their_prompts_are_issued_again(run: Run) -> None:
     tickets = run.ready(4)
     run.step(run.pull())
