@@ -30,7 +30,6 @@ POLICY = {
     "tokens_per_s": 12345.0,
     "response_length_mean": 811.6,
     "clip_fraction": 0.04,
-    "sat": {"gate_rate": 0.06},
     "log_ratio_abs_mean": 0.049,
     "kl_behaviour": 1.4e-4,
     "ess": 0.98,

@@ -46,7 +46,7 @@ async def test_results_are_on_the_page_in_the_answers_in_prometheus_and_in_the_l
     assert 'lagrange_evaluation_version{task="aime24"} 1.0' in text
     assert (await get(run, "/v1/events"))["events"][1]["text"] == "aime24 avg@8 0.5, version 1"
     page = await get(run, "/")
-    assert "<td>gsm8k</td>" in page[page.index('id="evaluations"') : page.index('id="events"')]
+    assert "<td>gsm8k</td>" in page[page.index('id="evaluations"') : page.index('id="samples"')]
 
 
 async def test_a_record_that_is_no_evaluation_is_left_out_and_harms_nothing(run: Run) -> None:
