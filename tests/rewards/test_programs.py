@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 import time
@@ -56,7 +57,8 @@ def test_a_program_does_not_outlive_the_process_that_runs_it(tmp_path: Path) -> 
     code = (
         f"from rollout.rewards.programs import Limits, run_program; run_program({holding!r}, '', Limits(timeout_s=600))"
     )
-    judge = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    folder = os.environ | {"TMPDIR": str(tmp_path)}  # who is killed removes no folder of its program
+    judge = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], env=folder)
     try:
         until(lambda: held(lock))
     finally:
