@@ -115,9 +115,12 @@ class WorkerCalls(RunHandle):
         """
         return bool(self._call("fail", group_id, worker, "all rewards are equal", tokens, "drop")[0])
 
-    def release(self, group_id: int, worker: str) -> bool:
-        """Give a group back because the worker stops; not counted as a try. False if it was not held."""
-        return bool(self._call("fail", group_id, worker, "released", 0, "again")[0])
+    def release(self, group_id: int, worker: str, tokens: int = 0) -> bool:
+        """Give a group back because the worker stops; not counted as a try. False if it was not held.
+
+        tokens: trainable tokens that were generated for nothing.
+        """
+        return bool(self._call("fail", group_id, worker, "released", tokens, "again")[0])
 
     def renew(self, worker: str, group_ids: Sequence[int]) -> tuple[int, ...]:
         """Keep groups for another lease time; returns those still held, the others are to be abandoned."""

@@ -36,8 +36,8 @@ class RolloutBroker(Protocol):
     def pass_rate(self, prompt: str, passes: float = 0, samples: int = 0, keep: float = 1.0) -> tuple[float, float]:
         """Passes and samples of a prompt, of late, with those of a group added."""
 
-    def release(self, group_id: int, worker: str) -> bool:
-        """Hand a ticket back unused; its prompt is issued again and no try is counted."""
+    def release(self, group_id: int, worker: str, tokens: int = 0) -> bool:
+        """Hand a ticket back; its prompt is issued again and no try is counted. tokens: generated for nothing."""
 
     def heartbeat_worker(self, worker: str, stats: Mapping[str, float | int | str]) -> None:
         """Say that the worker lives, and what it counted so far."""

@@ -53,10 +53,17 @@ UNAVAILABLE = (BrokerError, TimeoutError)
 
 @dataclass(slots=True)
 class Held:
-    """A ticket in work, and the task that works on it. submitting: the group may be the queue's already."""
+    """A ticket in work, and the task that works on it. draw: what it has so far, None before it has begun.
+    submitting: the group may be the queue's already."""
 
     task: asyncio.Task[None]
+    draw: Draw | None = None
     submitting: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far; what a request that is cut off had sampled is not known."""
+        return self.draw.tokens if self.draw is not None else 0
 
 
 class Worker:
@@ -210,7 +217,7 @@ class Worker:
                 await self._again(partial(self._broker.drop, ticket.group_id, self.name))
                 span.end("passed over by the curriculum")
                 return
-            draw = self._draw(prompt_ids, ticket.engine_version, span)
+            draw = self._held[ticket.group_id].draw = self._draw(prompt_ids, ticket.engine_version, span)
             trajectories = await self._trajectories(prompt, draw, engine.engine_id)
             if len(trajectories) < rollout.min_samples:
                 why = f"{len(trajectories)} of {rollout.samples_per_prompt} samples, {rollout.min_samples} needed"
@@ -235,7 +242,8 @@ class Worker:
             await self._deliver(group, prompt_ids, span)
         except NoEngine as error:
             LOG.warning("group handed back", group=ticket.group_id, reason=str(error))
-            await self._again(partial(self._broker.release, ticket.group_id, self.name))
+            tokens = draw.tokens if draw else 0
+            await self._again(partial(self._broker.release, ticket.group_id, self.name, tokens=tokens))
             span.end(str(error))
         except PastTheEnd as error:
             if self._past_the_end_ms < 0:
@@ -367,20 +375,21 @@ class Worker:
 
     async def _hand_back(self) -> None:
         """Give back every ticket that is still held, within RELEASE_S."""
-        held = {group_id: one.task for group_id, one in self._held.items()}
-        for task in held.values():
-            task.cancel()
-        waiting = {*held.values(), *([self._asking] if self._asking else [])}
+        held = dict(self._held)
+        for one in held.values():
+            one.task.cancel()
+        waiting = {*(one.task for one in held.values()), *([self._asking] if self._asking else [])}
         if waiting:
             await asyncio.wait(waiting, timeout=1.0)
-        ids = set(held)
+        tokens = {group_id: one.tokens for group_id, one in held.items()}
         if self._asking and self._asking.done() and not self._asking.cancelled() and not self._asking.exception():
             answer = self._asking.result()
-            ids |= {answer.group_id} if isinstance(answer, Ticket) else set()
-        calls = [in_thread(partial(self._broker.release, group_id, self.name), RELEASE_S) for group_id in ids]
+            if isinstance(answer, Ticket):
+                tokens.setdefault(answer.group_id, 0)
+        calls = [in_thread(partial(self._broker.release, id_, self.name, n), RELEASE_S) for id_, n in tokens.items()]
         results = await asyncio.gather(*calls, return_exceptions=True)
         lost = sum(isinstance(result, BaseException) for result in results)
-        if ids:
+        if tokens:
             LOG.info("tickets handed back", tickets=results.count(True), left_to_expire=lost)
 
     async def _ask(self, call: Callable[[], T]) -> T:

@@ -272,6 +272,22 @@ async def test_a_worker_that_stops_hands_its_tickets_back_and_no_try_is_counted(
     assert (ticket.prompt_index, ticket.attempt) == (0, 0)  # type: ignore[union-attr]
 
 
+async def test_tokens_of_groups_that_a_worker_hands_back_are_in_the_ledger(
+    run: Run, engine: FakeEngine, folder: Path, make_config: ConfigFactory
+) -> None:
+    engine.token_seconds, engine.answer = 0.01, lambda _prompt, _rng: [5] * 200
+    worker = make_worker(make_config(**{"rollout.max_new_tokens": 200}), run.broker, folder)
+    async with working(worker):
+        await until(lambda: any(len(sample.tokens) >= 2 for sample in list(engine.running.values())))
+        engine.paused = "abort"  # what they have goes to the worker, and what asks for more waits
+        engine.abort(None)
+        await until(lambda: worker.counters.totals().get("aborted_samples", 0) >= 1)
+    seen = run.broker.snapshot()
+    assert seen.tokens.failed == worker.counters.totals()["generated_tokens"] > 0
+    assert seen.tokens.issued == seen.tokens.failed
+    run.assert_closed()
+
+
 async def test_a_worker_ends_by_itself_when_the_run_is_finished(
     run: Run, folder: Path, make_config: ConfigFactory
 ) -> None:
