@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from broker.answers import EngineRecord, VersionRecord
 
+PAST_THE_END_MS = "past_the_end_ms"
+"""In a worker's heartbeat: when, in ms of the server's clock, it last got a prompt past the end of its data set."""
+
 
 class GroupState(StrEnum):
     """Where a group is. `issued = generating + ready + leased + trained + filtered + stale + failed` at any instant."""

@@ -18,6 +18,7 @@ from broker.answers import (
     VersionRecord,
 )
 from broker.observed import (
+    PAST_THE_END_MS,
     DeadLetter,
     Detail,
     Event,
@@ -45,6 +46,7 @@ from broker.trajectory import (
 
 __all__ = [
     "NO_SERVER",
+    "PAST_THE_END_MS",
     "Batch",
     "BoolArray",
     "DeadLetter",

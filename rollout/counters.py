@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-PAST_THE_END_MS = "past_the_end_ms"
-"""In a heartbeat: when, in ms of the server's clock, the worker last got a prompt past the end of its data set."""
-
 
 class Counters:
     """Numbers by name; docs/how-the-guarantees-work.md lists the names."""

@@ -20,7 +20,16 @@ import structlog
 
 from broker.errors import BrokerError
 from broker.traces import NO_TRACES, Span, Traces
-from broker.types import EngineRecord, Group, InvalidTrajectory, Refused, Ticket, Trajectory, check_group
+from broker.types import (
+    PAST_THE_END_MS,
+    EngineRecord,
+    Group,
+    InvalidTrajectory,
+    Refused,
+    Ticket,
+    Trajectory,
+    check_group,
+)
 from configs.schema import RunConfig
 from rollout.agents.endpoint import Endpoint
 from rollout.agents.play import play_agents
@@ -28,7 +37,7 @@ from rollout.agents.types import AgentTask
 from rollout.checkpoint import Checkpoint
 from rollout.client import EngineClient, Sampling
 from rollout.codec import Codec
-from rollout.counters import PAST_THE_END_MS, Counters
+from rollout.counters import Counters
 from rollout.curriculum import Curriculum
 from rollout.engines import EnginePool
 from rollout.environments.play import play_group

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from broker.errors import BrokerUnavailable
-from broker.types import Delivery, Refused, Snapshot
-from rollout.counters import PAST_THE_END_MS
+from broker.types import PAST_THE_END_MS, Delivery, Refused, Snapshot
 from trainer.ports import Ranks
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1

@@ -14,8 +14,7 @@ import pytest
 
 from broker.errors import BrokerUnavailable
 from broker.queue import Broker
-from broker.types import EngineRecord, EngineState, Ticket, VersionRun, check_group
-from rollout.counters import PAST_THE_END_MS
+from broker.types import PAST_THE_END_MS, EngineRecord, EngineState, Ticket, VersionRun, check_group
 from rollout.tasks import Prompt, Response, make_task
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory

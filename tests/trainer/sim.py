@@ -16,9 +16,18 @@ import torch
 from torch import Tensor
 
 from broker.queue import Broker
-from broker.types import EngineRecord, EngineState, Group, PromptCursor, Refused, Ticket, Trajectory, VersionRun
+from broker.types import (
+    PAST_THE_END_MS,
+    EngineRecord,
+    EngineState,
+    Group,
+    PromptCursor,
+    Refused,
+    Ticket,
+    Trajectory,
+    VersionRun,
+)
 from configs.schema import RunConfig
-from rollout.counters import PAST_THE_END_MS
 from tests.trainer.helpers import OneRank
 from trainer.batch import MicroBatch
 from trainer.loop import Trainer

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from broker.errors import BrokerUnavailable
-from broker.types import Delivery, Refused
-from rollout.counters import PAST_THE_END_MS
+from broker.types import PAST_THE_END_MS, Delivery, Refused
 from trainer.chooser import LONGEST_PAUSE_S, Chooser, Doorbell, EndOfPrompts, Message
 
 
