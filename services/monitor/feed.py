@@ -1,7 +1,8 @@
 """Server-sent events: one message a second for any number of clients.
 
 Invariant: a message is made once, whoever follows, and only while someone does; a slow client misses messages instead
-of storing them up; at most `MOST_CLIENTS` follow at a time; a stream ends soon after the service was asked to.
+of storing them up; the first that a client gets is of now, however long nobody followed; at most `MOST_CLIENTS` follow
+at a time; a stream ends soon after the service was asked to.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Feed:
         """produce: makes the present message. leaving: whether streams are to end."""
         self._produce, self._leaving, self._every_s = produce, leaving, every_s
         self._latest, self._turn = b"", 0
+        self._old = 0  # the last turn that was made before somebody followed again
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self.clients = 0
@@ -42,8 +44,9 @@ class Feed:
         """Messages from now on, the newest each time."""
         self.clients += 1
         if self._task is None or self._task.done():
+            self._old = self._turn
             self._task = asyncio.create_task(self._beat(), name="feed")
-        turn = 0
+        turn = self._old
         try:
             yield b"retry: 1000\n\n"
             while not self._leaving():

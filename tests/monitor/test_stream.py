@@ -37,6 +37,26 @@ async def test_a_message_is_made_once_for_all_clients_and_a_slow_one_gets_the_ne
     await until(lambda: feed._task is not None and feed._task.done())
 
 
+async def test_who_comes_after_nobody_followed_gets_what_was_made_since() -> None:
+    now = "old"
+
+    async def produce() -> bytes:
+        return await asyncio.to_thread(now.encode)  # as the monitor's: some turns of the loop go by
+
+    feed = Feed(produce, lambda: False, every_s=0.02)
+    first = feed.follow()
+    assert [await anext(first), await anext(first)][1] == b"old"
+    await first.aclose()
+    await until(lambda: feed._task is not None and feed._task.done())
+    now = "new"
+    both = feed.follow(), feed.follow()
+    for later in both:
+        await anext(later)
+    for later in both:
+        assert await anext(later) == b"new"
+        await later.aclose()
+
+
 async def test_streams_end_when_the_service_leaves() -> None:
     leaving = False
 
