@@ -24,6 +24,7 @@ from services.monitor.figures import (
     living_workers,
     mean,
     number,
+    restart_stale_share,
     stale_share,
     wait_share,
 )
@@ -140,6 +141,7 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
         "memory_wait_share": admission_wait_share(now, before, ["memory"]),
         "engine_wait_share": admission_wait_share(now, before if _served(before) else None, ["engine"]),
         "stale_share": stale_share(now, before),
+        "restart_stale_share": restart_stale_share(now, before),
         "failed_share": failed_share(now, before),
         "filtered_share": filtered_share(records),
         "dropped_share": dropped_share(now, before),
@@ -247,11 +249,14 @@ def _stale(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Findin
     share = f["stale_share"]
     if not _above(share, bands.stale_share):
         return None
-    return Finding(
-        verdict=Verdict.STALE,
-        because=f"{_percent(share)} of the sampled tokens went past the bound of {now.max_lag}",
-        change="raise lag.max, or shorten rollouts (rollout.max_new_tokens) or use fewer engines",
-    )
+    because = f"{_percent(share)} of the sampled tokens went past the bound of {now.max_lag}"
+    change = "raise lag.max, or shorten rollouts (rollout.max_new_tokens) or use fewer engines"
+    restart = f["restart_stale_share"] or 0.0
+    if restart:
+        because += f", {_percent(restart)} of them as the trainer started again and its versions go on from the highest"
+    if not _above((share or 0.0) * (1 - restart), bands.stale_share):
+        change = "its log says why it ended; with a lower trainer.checkpoint.interval_steps it costs less"
+    return Finding(verdict=Verdict.STALE, because=because, change=change)
 
 
 def _starved(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:

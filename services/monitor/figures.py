@@ -91,6 +91,18 @@ def stale_share(now: Snapshot, before: Snapshot | None) -> float | None:
     return stale / (stale + used) if stale + used else None
 
 
+def restart_stale_share(now: Snapshot, before: Snapshot | None) -> float | None:
+    """Share of the groups that went stale since `before` which a restart of the trainer cost; None: none went stale.
+
+    Those that were past the bound when the trainer attached, and those found by its pulls: its first version is one
+    more than the last that was named, without a batch between them (docs/lag-bound.md).
+    """
+    attached, pulled, submitted = (_since(before, now, f"stale_at_{when}") for when in ("attach", "pull", "submit"))
+    again = now.counters.get("attachments", 0.0) > 1 and _since(before, now, "attachments") > 0
+    stale = attached + pulled + submitted
+    return (attached + (pulled if again else 0.0)) / stale if stale > 0 else None
+
+
 WORKER_SILENT_MS = 30_000
 
 

@@ -210,6 +210,35 @@ def test_while_there_is_enough_in_flight_for_a_step_a_pause_or_a_worker_that_end
         assert diagnose(now, EARLIER, CALM).verdict is Verdict.HEALTHY
 
 
+STALE = replace(RUNNING, tokens=Tally(trained=1600, stale=200))  # a sixth of the last minute's tokens
+
+
+@pytest.mark.parametrize(
+    ("counters", "share", "advice"),
+    [
+        ({"stale_at_attach": 96.0, "attachments": 2.0}, 1.0, "its log says why it ended"),
+        ({"stale_at_pull": 96.0, "attachments": 2.0}, 1.0, "its log says why it ended"),
+        ({"stale_at_attach": 50.0, "stale_at_submit": 50.0, "attachments": 2.0}, 0.5, "raise lag.max"),
+        ({"stale_at_pull": 96.0, "attachments": 1.0}, 0.0, "raise lag.max"),  # its first start aged nothing
+    ],
+)
+def test_what_a_restart_of_the_trainer_cost_is_told_from_what_the_bound_cost(
+    counters: dict[str, float], share: float, advice: str
+) -> None:
+    found = diagnose(replace(STALE, counters=counters), EARLIER, CALM)
+    assert found.verdict is Verdict.STALE
+    assert found.figures["restart_stale_share"] == share
+    assert advice in found.headline
+    assert ("as the trainer started again" in found.headline) is (share > 0)
+
+
+def test_a_restart_of_long_ago_is_not_the_cause_of_what_goes_stale_now() -> None:
+    old = replace(EARLIER, counters={"stale_at_attach": 96.0, "attachments": 2.0})
+    now = replace(STALE, counters={"stale_at_attach": 96.0, "attachments": 2.0, "stale_at_pull": 20.0})
+    assert diagnose(now, old, CALM).figures["restart_stale_share"] == 0.0
+    assert "raise lag.max" in diagnose(now, old, CALM).headline
+
+
 def test_waste_of_the_last_minute_is_stale_and_old_waste_is_not() -> None:
     now = replace(RUNNING, tokens=Tally(trained=1600, stale=200))
     assert diagnose(now, EARLIER, CALM).verdict is Verdict.STALE
