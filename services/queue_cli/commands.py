@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from broker.types import GroupRecord, ListedState
 
 WhereArgument = Annotated[Path, typer.Argument(help="A run's folder, runs/<id>, or its configuration file.")]
-IdArgument = Annotated[int, typer.Argument(help="A group's id, as `groups list` shows it.")]
+NEXT = "next"
+GroupArgument = Annotated[
+    str, typer.Argument(help="A group's id, as `groups list` shows it, or `next`: one that can be read now.")
+]
 STATES: tuple[ListedState, ...] = ("generating", "ready", "leased", "trained")
+LOOKED_AT = 50  # groups of a state, oldest first
 groups = typer.Typer(help="Look at groups and dead letters of a run.", no_args_is_help=True)
 
 
@@ -77,7 +81,7 @@ def list_groups(
 
 
 @groups.command()
-def show(where: WhereArgument, group: IdArgument) -> None:
+def show(where: WhereArgument, group: GroupArgument) -> None:
     """Show one group: its record, its samples if the payload is there, and their text if the model is here, too."""
     from rollout.codec import FileCodec
     from services.queue_cli.show import record_table, samples_table, spoken
@@ -88,7 +92,7 @@ def show(where: WhereArgument, group: IdArgument) -> None:
         console.print(record_table(record))
         if not record.payload_bytes:
             return
-        held = broker.fetch([group])[0]
+        held = broker.fetch([record.group_id])[0]
         console.print(samples_table(held))
         if config.model.path is not None and config.model.path.is_dir():
             at = record.trained_at if record.trained_at >= 0 else broker.snapshot().version
@@ -96,7 +100,7 @@ def show(where: WhereArgument, group: IdArgument) -> None:
 
 
 @groups.command()
-def dump(where: WhereArgument, group: IdArgument, file: Annotated[Path, typer.Argument(help="To write.")]) -> None:
+def dump(where: WhereArgument, group: GroupArgument, file: Annotated[Path, typer.Argument(help="To write.")]) -> None:
     """Write a group with its run's settings to a file, for `lagrange replay`."""
     from services.queue_cli.dump import write_dump
 
@@ -104,10 +108,10 @@ def dump(where: WhereArgument, group: IdArgument, file: Annotated[Path, typer.Ar
         record = found(broker, group)
         if not record.payload_bytes:
             raise ConfigError(f"group {group} has no payload: it is still generated, or trainer.retention is prompt.")
-        payload = bytes(broker.fetch_bytes([group])[0])
+        payload = bytes(broker.fetch_bytes([record.group_id])[0])
         version = record.trained_at if record.trained_at >= 0 else broker.snapshot().version
-        write_dump(file, config, version, group, payload)
-    typer.echo(f"{file}: group {group}, {len(payload)} bytes. Look at it with `lagrange replay {file}`.")
+        write_dump(file, config, version, record.group_id, payload)
+    typer.echo(f"{file}: group {record.group_id}, {len(payload)} bytes. Look at it with `lagrange replay {file}`.")
 
 
 @groups.command()
@@ -151,15 +155,30 @@ def opened(where: Path) -> AbstractContextManager[tuple[Broker, RunConfig]]:
     return open_run.opened(where)
 
 
-def found(broker: Broker, group_id: int) -> GroupRecord:
-    """The record of a group that is not closed. Raises ConfigError that says what became of it."""
-    record = broker.group(group_id)
+def found(broker: Broker, group: str) -> GroupRecord:
+    """The record of the group that an argument names. Raises ConfigError that says what became of it."""
+    if group == NEXT:
+        return readable_now(broker)
+    if not group.isdecimal():
+        raise ConfigError(f"{group!r} is no group. Name an id, as `lagrange groups list` shows it, or {NEXT}.")
+    record = broker.group(int(group))
     if record is not None:
         return record
     for letter in broker.dead_letters():
-        if int(letter["group_id"]) == group_id:
+        if int(letter["group_id"]) == int(group):
             raise ConfigError(
-                f"group {group_id} failed and its prompt {letter['prompt_index']} is a dead letter after attempt "
+                f"group {group} failed and its prompt {letter['prompt_index']} is a dead letter after attempt "
                 f"{letter['attempt']}: {letter['reason']}"
             )
-    raise ConfigError(f"group {group_id} is closed: trained and durable, stale or failed; or there never was one.")
+    raise ConfigError(
+        f"group {group} is closed: trained and durable, stale or failed; or there never was one. A group is kept until "
+        f"the checkpoint after its step; `{NEXT}` in place of its id takes one that is there."
+    )
+
+
+def readable_now(broker: Broker) -> GroupRecord:
+    """A group whose payload is there, of those the one that probably stays longest. Raises ConfigError."""
+    for state in ("ready", "leased", "trained"):
+        if kept := [record for record in broker.groups(state, LOOKED_AT) if record.payload_bytes]:
+            return kept[-1]
+    raise ConfigError("no group can be read now: none waits, is being trained or waits for its checkpoint. Ask again.")

@@ -58,7 +58,8 @@ def test_groups_are_listed_shown_dumped_and_requeued(
     assert "expected one of" in said("groups", "list", file, "--state", "nonsense")
     assert "uint8" in said("groups", "show", file, waiting)
     assert "is a dead letter after attempt 0: poison" in said("groups", "show", file, poison.group_id)
-    assert "is closed" in said("groups", "show", file, 17)
+    assert "`next` in place of its id" in said("groups", "show", file, 17)
+    assert "'seventeen' is no group" in said("groups", "show", file, "seventeen")
     assert f"{len(broker.fetch_bytes([waiting])[0])} bytes" in said("groups", "dump", file, waiting, tmp_path / "dump")
     dump, group, back = read_dump(tmp_path / "dump")
     assert (dump.version, group.group_id, back) == (1, waiting, config)
@@ -67,6 +68,23 @@ def test_groups_are_listed_shown_dumped_and_requeued(
     assert "is issued again" in said("groups", "requeue", file, poison.prompt_index)
     assert "is no dead letter" in said("groups", "requeue", file, poison.prompt_index)
     assert broker.snapshot().dead_letters == 0
+
+
+def test_next_is_a_group_that_can_be_read_in_whatever_state_it_is(
+    broker: Broker, config: RunConfig, file: Path, tmp_path: Path
+) -> None:
+    broker.initialise(config)
+    broker.set_max_lag(3)
+    run = Run(broker).start()
+    assert "no group can be read now" in said("groups", "dump", file, "next", tmp_path / "dump")
+    run.admit()  # being generated: nothing to read yet
+    trained = {delivery.group_id for delivery in run.train()}
+    said("groups", "dump", file, "next", tmp_path / "dump")
+    assert read_dump(tmp_path / "dump")[1].group_id in trained
+    waiting = run.ready(1)[0].group_id
+    assert f"group {waiting}," in said("groups", "dump", file, "next", tmp_path / "dump")
+    assert read_dump(tmp_path / "dump")[1].group_id == waiting
+    assert "uint8" in said("groups", "show", file, "next")
 
 
 def test_a_file_that_is_no_dump_says_so(tmp_path: Path) -> None:
