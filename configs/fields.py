@@ -32,6 +32,29 @@ LIMITS = {
     "multipleOf": "a multiple of {:.12g}",
     "maxLength": "at most {} characters",
 }
+USUAL_NAMES = {
+    "batch_size": "trainer.groups_per_step",
+    "dp": "trainer.layout.data",
+    "ep": "trainer.layout.expert",
+    "eps": "trainer.optimizer.epsilon",
+    "grad_clip": "trainer.optimizer.clip_norm",
+    "group_size": "rollout.samples_per_prompt",
+    "kl_coef": "trainer.loss.reference_kl",
+    "lr": "trainer.optimizer.learning_rate",
+    "max_grad_norm": "trainer.optimizer.clip_norm",
+    "max_lag": "lag.max",
+    "max_off_policy": "lag.max",
+    "max_staleness": "lag.max",
+    "max_steps": "run.steps",
+    "max_tokens": "rollout.max_new_tokens",
+    "n": "rollout.samples_per_prompt",
+    "num_generations": "rollout.samples_per_prompt",
+    "pp": "trainer.layout.pipeline",
+    "total_steps": "run.steps",
+    "tp": "trainer.layout.tensor",
+    "wd": "trainer.optimizer.weight_decay",
+}
+"""What other programs call a field -> its name here."""
 HUGE = 2**31 - 1  # a limit of this size is none that anybody meets
 
 
@@ -63,12 +86,14 @@ def allowed(place: Place) -> str:
 def nearest(place: Place) -> str:
     """The field that was probably meant by a place that there is not; "" if none is like it.
 
-    One of the same section that is spelled alike, else those of other sections that are spelled the same.
+    One of the same section that is spelled alike, else those of other sections that are spelled the same, else the one
+    that other programs call so.
     """
     *section, key = place
     if close := difflib.get_close_matches(str(key), _at(section).get("properties", ()), 1):
         return ".".join(map(str, (*section, close[0])))
-    return " or ".join(field.name for field in fields() if field.name.rpartition(".")[2] == key)
+    same = " or ".join(field.name for field in fields() if field.name.rpartition(".")[2] == key)
+    return same or USUAL_NAMES.get(str(key), "")
 
 
 def _at(place: Place) -> Mapping[str, Any]:

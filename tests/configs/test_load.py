@@ -12,6 +12,7 @@ import pytest
 
 from configs import ConfigError, RunConfig, load_config, save_config
 from configs.check import sizes_of
+from configs.fields import USUAL_NAMES, fields
 from configs.load import parse_yaml, validated
 from configs.sections.section import ALLOWED
 
@@ -86,11 +87,21 @@ def test_all_contradictions_come_together_each_with_the_file_and_the_field() -> 
         ("model.tiny.layer", "model.tiny.layers"),
         ("trainer.learning_rate", "trainer.optimizer.learning_rate"),
         ("lag.min", "lag.adaptive.min"),
+        ("trainer.optimizer.lr", "trainer.optimizer.learning_rate"),
+        ("rollout.n", "rollout.samples_per_prompt"),
+        ("rollout.max_tokens", "rollout.max_new_tokens"),
+        ("trainer.max_off_policy", "lag.max"),
     ],
 )
 def test_an_unknown_key_says_which_one_was_probably_meant(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}: unknown key\. Did you mean {meant}\?"):
         load_config(LOCAL, {name: 1})
+
+
+def test_what_other_programs_call_a_field_is_no_field_itself_and_names_one_that_is_there() -> None:
+    names = {field.name for field in fields()}
+    assert set(USUAL_NAMES.values()) <= names
+    assert not set(USUAL_NAMES) & {name.rpartition(".")[2] for name in names}
 
 
 def test_a_key_like_no_other_is_referred_to_the_schema() -> None:
