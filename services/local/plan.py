@@ -70,6 +70,11 @@ def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
     file = folder / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: no config.yaml there. Name the folder of a run, runs/<id>.")
+    if late := next((name for name in overrides if f"{name}.".startswith("model.tiny.")), None):
+        raise ConfigError(
+            f"{late}: the run has its model since it began (model.path in {file}), and its checkpoints are of that. "
+            "Leave it out, or start a new run with it."
+        )
     with only_one(folder):  # its ports are in use while another `up` runs: say so, rather than move them
         config = examined(load_config(file, overrides), file)
         place = folder.absolute()

@@ -106,6 +106,13 @@ def test_a_run_whose_folder_was_moved_resumes_where_it_now_is(tmp_path: Path) ->
     assert plan.tiny is None
 
 
+def test_a_run_that_is_resumed_keeps_the_model_that_it_made(tmp_path: Path) -> None:
+    prepare(plan_new(LOCAL, {"run.directory": str(tmp_path), "run.id": "r"}))
+    for name, value in (("model.tiny.layers", 3), ("model.tiny", {"layers": 3})):
+        with pytest.raises(ConfigError, match=rf"^{name}: the run has its model since it began .* start a new run"):
+            plan_resumed(tmp_path / "r", {name: value})
+
+
 def test_a_folder_to_resume_that_is_no_run_is_an_error_of_the_call(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.yaml there.*runs/<id>"):
         plan_resumed(tmp_path / "nothing", {})
