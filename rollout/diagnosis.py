@@ -18,10 +18,16 @@ _IN_USE = ("address already in use", "errno 98", "errno 48")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """message: for the user. hopeless: whether starting again is pointless."""
+    """message: for the user. hopeless: starting again is pointless. port_taken: another process listens on its port."""
 
     message: str
     hopeless: bool = False
+    port_taken: bool = False
+
+
+def says_port_taken(line: str) -> bool:
+    """Whether a line of a server's output says that it cannot listen, since another process has its port."""
+    return any(word in line.lower() for word in _IN_USE)
 
 
 def diagnose(exit_code: int | None, lines: Sequence[str], engine: EngineSection, port: int) -> Diagnosis:
@@ -37,10 +43,7 @@ def diagnose(exit_code: int | None, lines: Sequence[str], engine: EngineSection,
     rules = (
         (exit_code == 127, Diagnosis(f"{python} cannot be run. {setup}", True)),
         (missing is not None, Diagnosis(f"{python} has no {missing}. {setup}", True)),
-        (
-            any(word in text for word in _IN_USE),
-            Diagnosis(f"engine.port: port {port} on {engine.host} is in use. Choose another, or 0 for a free one."),
-        ),
+        (says_port_taken(text), Diagnosis(_port_taken(engine, port), port_taken=True)),
         (
             killed or any(word in text for word in _NO_MEMORY),
             Diagnosis(
@@ -57,3 +60,9 @@ def diagnose(exit_code: int | None, lines: Sequence[str], engine: EngineSection,
     )
     found = next((diagnosis for holds, diagnosis in rules if holds), None)
     return found or Diagnosis(f"the engine ended with code {exit_code}; last line: {last}")
+
+
+def _port_taken(engine: EngineSection, port: int) -> str:
+    if engine.port:
+        return f"engine.port: port {port} on {engine.host} is in use. End what listens there, or set 0 for a free one."
+    return f"another process took port {port} on {engine.host} before SGLang listened there; it starts again on another"

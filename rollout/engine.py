@@ -28,6 +28,7 @@ from broker.logs import configure_logs
 from broker.types import NO_SERVER, EngineRecord, EngineState
 from configs.drain import drain_seconds
 from configs.load import ConfigError
+from configs.ports import free_port, port_is_free
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
 from rollout.checkpoint import Checkpoint, read_checkpoint
@@ -83,7 +84,7 @@ def make_plan(config: RunConfig, index: int) -> Plan:
         raise ConfigError(f"model.path: {config.model.path} has no *.safetensors. Complete the checkpoint.")
     if not os.access(engine.python, os.X_OK):
         raise ConfigError(f"engine.python: {engine.python} is missing or no program. Run `make setup`, or set it.")
-    port = _free_port(engine.host, engine.port + index if engine.port else 0)
+    port = _port(config, index)
     key = read_secret(ENGINE_API_KEY)
     elsewhere = engine.host in EVERYWHERE
     host = os.environ.get(ADVERTISED_HOST) or (socket.gethostname() if elsewhere else engine.host)
@@ -116,10 +117,15 @@ def make_plan(config: RunConfig, index: int) -> Plan:
 
 
 class Supervisor:
-    """Keeps the server of a plan alive; `run` is its whole life."""
+    """Keeps the server of a plan alive; `run` is its whole life.
 
-    def __init__(self, plan: Plan, config: RunConfig, registry: EngineRegistry) -> None:
-        self._plan, self._config, self._registry = plan, config, registry
+    replan: makes a plan on another port, for when a port that we chose is taken; None: the port was asked for.
+    """
+
+    def __init__(
+        self, plan: Plan, config: RunConfig, registry: EngineRegistry, replan: Callable[[], Plan] | None = None
+    ) -> None:
+        self._plan, self._config, self._registry, self._replan = plan, config, registry, replan
         self._broker_s = 3 * config.redis.timeout_s
         self._left = False  # somebody told the engine to leave the fleet
         weights = config.weights
@@ -147,14 +153,16 @@ class Supervisor:
             failures = 0 if ready and time.monotonic() - began > 2 * LONGEST_PAUSE_S else failures + 1
             pause = FIRST_PAUSE_S if failures <= 1 else min(2 * pause, LONGEST_PAUSE_S)
             LOG.error("the engine ended", problem=diagnosis.message, failures=failures, log=str(self._plan.log))
-            await self._tell(EngineState.GONE, diagnosis.message)
+            await self._tell_gone(diagnosis.message, enter=True)
             if diagnosis.hopeless or failures >= MAX_FAILURES:
                 LOG.error("cannot keep the engine alive", problem=diagnosis.message)
                 return 1
+            if diagnosis.port_taken and self._replan is not None:
+                self._plan = self._replan()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), pause)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._tell(EngineState.GONE, "stopped"), 1.0)
+            await asyncio.wait_for(self._tell_gone("stopped"), 1.0)
         return 0
 
     async def _one_life(self, stop: asyncio.Event) -> tuple[bool, Diagnosis]:
@@ -168,8 +176,8 @@ class Supervisor:
             return False, Diagnosis(f"the engine's process cannot be started: {error.strerror}")
         client = EngineClient(plan.url, plan.checkpoint, api_key=plan.key, timeout_s=PROBE_S)
         try:
-            problem = await _first(stop.wait(), server.wait(), self._until_ready(client))
-            if stop.is_set() or server.exit_code is not None:
+            problem = await _first(stop.wait(), server.wait(), server.port_taken.wait(), self._until_ready(client))
+            if stop.is_set() or server.exit_code is not None or server.port_taken.is_set():
                 return False, diagnose(server.exit_code, server.lines, engine, plan.port)
             if problem:
                 seen = diagnose(None, server.lines, engine, plan.port)
@@ -250,13 +258,20 @@ class Supervisor:
         copy = self._copies.latest if self._copies is not None else None
         return (-1, "") if copy is None else (copy.version, str(copy.folder))
 
-    async def _tell(self, state: EngineState, detail: str) -> None:
-        """Write the engine's state into the registry, if Redis is there."""
+    async def _tell_gone(self, detail: str, *, enter: bool = False) -> None:
+        """Write into the registry, if Redis is there, that there is no server, and why.
+
+        enter: also of an engine that the registry does not know, so that whoever looks at the run sees why none comes.
+        """
         if self._left:
             return
-        record = EngineRecord(self._plan.engine_id, self._plan.url, state, detail=detail[:300], pid=NO_SERVER)
+        record = EngineRecord(
+            self._plan.engine_id, self._plan.url, EngineState.GONE, detail=detail[:300], pid=NO_SERVER
+        )
         try:
-            await self._ask(partial(self._registry.update_engine, record, None))
+            known = await self._ask(partial(self._registry.update_engine, record, None))
+            if enter and not known:
+                await self._ask(partial(self._registry.register_engine, record))
         except (BrokerError, TimeoutError) as error:
             LOG.warning("the registry is away", detail=str(error))
 
@@ -278,20 +293,24 @@ def main(config: RunConfig, index: int) -> int:
     except ConfigError as error:
         LOG.error("cannot start", problem=str(error))
         return 2
+    replan = None if config.engine.port else partial(make_plan, config, index)
     try:
-        return asyncio.run(_serve(plan, config, password))
+        return asyncio.run(_serve(plan, config, password, replan))
+    except ConfigError as error:  # what a plan needs went away
+        LOG.error("cannot start again", problem=str(error))
+        return 2
     finally:
         if plan.key_file is not None:
             plan.key_file.unlink(missing_ok=True)
 
 
-async def _serve(plan: Plan, config: RunConfig, password: str | None) -> int:
+async def _serve(plan: Plan, config: RunConfig, password: str | None, replan: Callable[[], Plan] | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     broker = await connect_broker(config, password, stop)
-    return 0 if broker is None else await Supervisor(plan, config, broker).run(stop)
+    return 0 if broker is None else await Supervisor(plan, config, broker, replan).run(stop)
 
 
 async def _first(*waits: Coroutine[Any, Any, Any]) -> Any:
@@ -305,17 +324,20 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> Any:
     return next(iter(done)).result()
 
 
-def _free_port(host: str, wanted: int) -> int:
-    """`wanted`, or a free port for 0. Raises ConfigError if something listens there."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, wanted))
-        except OSError as error:
-            raise ConfigError(
-                f"engine.port: port {wanted} on {host} cannot be used ({error.strerror}). Choose another, or 0."
-            ) from error
-        return int(sock.getsockname()[1])
+def _port(config: RunConfig, index: int) -> int:
+    """The port of engine `index`: the one that is asked for, or a free one that no other engine chooses, nor a service
+    of the run that has yet to listen. Raises ConfigError if there is none or something listens there."""
+    engine = config.engine
+    if engine.port and port_is_free(engine.host, engine.port + index):
+        return engine.port + index
+    others = (config.redis.port, config.weight_sync.port, config.monitor.port, config.trainer.port)
+    try:
+        port = free_port(engine.host, others, (index, engine.replicas))
+    except OSError as error:
+        raise ConfigError(f"engine.host: cannot listen on {engine.host} ({error.strerror}). Choose another.") from error
+    if engine.port:
+        raise ConfigError(f"engine.port: port {engine.port + index} on {engine.host} is in use. Choose another, or 0.")
+    return port
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from pathlib import Path
 
 from rollout.command import Launch
+from rollout.diagnosis import says_port_taken
 
 STOP_S = 1.5
 KEPT_LINES = 60
@@ -23,7 +24,8 @@ LOG_BYTES = 64 << 20  # then the log becomes <name>.1 and a new one begins
 
 
 class ServerProcess:
-    """A running server; make it with `start`. lines: the end of its output."""
+    """A running server; make it with `start`. lines: the end of its output. port_taken: it said that it cannot listen;
+    SGLang may live on after that, and do nothing."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class ServerProcess:
         self._process, self._log, self._secret = process, log, secret
         self._stream, self._output = output
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self.port_taken = asyncio.Event()
         self._pump = asyncio.create_task(self._forward())
 
     @classmethod
@@ -110,6 +113,8 @@ class ServerProcess:
             if self._secret:
                 line = line.replace(self._secret, "***")
             self.lines.append(line)
+            if says_port_taken(line):
+                self.port_taken.set()
             with contextlib.suppress(OSError):  # a full disk must not end the engine
                 self._write(line)
 

@@ -1,13 +1,12 @@
 """What a run's configuration becomes on this machine: folder, ports, model, and the list of processes to start.
 
 Invariant: the resolved configuration in runs/<id>/config.yaml is the only thing that processes are told; it holds no
-port 0, no relative path (but in a task's own parameters) and no model that still has to be made, and resolving it again
-changes nothing but ports that are taken.
+port 0 but the engines' (each chooses its own and tells the registry), no relative path (but in a task's own parameters)
+and no model that still has to be made, and resolving it again changes nothing but ports that are taken.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from configs import RunConfig
 from configs.load import validated
+from configs.ports import free_port, port_is_free
 
 
 class CannotStart(Exception):
@@ -57,31 +57,6 @@ def new_run_id(name: str, now: time.struct_time, taken: Collection[str] = ()) ->
     return candidate
 
 
-def free_port(field: str, host: str) -> int:
-    """A port on which nothing listens now, for the service whose port `field` is.
-
-    Raises CannotStart if `host` is not an address of this machine.
-    """
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            place = field.replace(".port", ".host")
-            raise CannotStart(f"{place}: cannot listen on {host} ({error.strerror}). Set it to 127.0.0.1.") from error
-        return int(probe.getsockname()[1])
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
 def resolve(config: RunConfig, run_id: str, directory: Path, *, move_taken_ports: bool = False) -> RunConfig:
     """The configuration that every process of run `run_id` reads: absolute paths, real ports, the model's folder.
 
@@ -94,16 +69,14 @@ def resolve(config: RunConfig, run_id: str, directory: Path, *, move_taken_ports
     if config.model.tiny is not None:
         tree["model"] = {"path": folder / "model", "tiny": None}
     ports = _Ports(move_taken_ports)
+    if not config.engine.urls:
+        tree["engine"]["port"] = ports.of_engines(config.engine.port, config.engine.host, config.engine.replicas)
     if embeds_redis(config):
         port = ports.choose("redis.port", config.redis.port, "127.0.0.1")
         tree["redis"].update(port=port, url=embedded_url(port))
     for section, part in (("weight_sync", config.weight_sync), ("monitor", config.monitor)):
         tree[section]["port"] = ports.choose(f"{section}.port", part.port, part.host)
     tree["trainer"]["port"] = ports.choose("trainer.port", config.trainer.port, "127.0.0.1")
-    if not config.engine.urls:
-        tree["engine"]["port"] = ports.choose(
-            "engine.port", config.engine.port, config.engine.host, config.engine.replicas
-        )
     return validated(tree, str(folder))
 
 
@@ -135,23 +108,39 @@ class _Ports:
         self._move_taken = move_taken
         self._given: set[int] = set()
 
-    def choose(self, field: str, wanted: int, host: str, length: int = 1) -> int:
-        """`wanted` if it and the length - 1 ports after it are free; any such port if it is 0 or may be moved."""
-        if wanted:
-            taken = [p for p in range(wanted, wanted + length) if p in self._given or not port_is_free(host, p)]
-            if taken and not self._move_taken:
-                free_port(field, host)  # no port is free on a host that is not this one
-                raise CannotStart(
-                    f"{field}: port {taken[0]} on {host} is in use. End what listens there, or set {field}: 0 "
-                    "for a free one."
-                )
-            if not taken:
-                self._given.update(range(wanted, wanted + length))
-                return wanted
-        for _ in range(256):
-            first = free_port(field, host)
-            block = range(first, first + length)
-            if not self._given.intersection(block) and all(p <= 65535 and port_is_free(host, p) for p in block):
-                self._given.update(block)
-                return first
-        raise CannotStart(f"{field}: no {length} free ports in a row on {host}. Set {field} to the first of such.")
+    def choose(self, field: str, wanted: int, host: str) -> int:
+        """`wanted` if it is free, any port if it is 0 or may be moved."""
+        port = self._row(field, wanted, host, 1) or self._any(field, host)
+        self._given.add(port)
+        return port
+
+    def of_engines(self, wanted: int, host: str, number: int) -> int:
+        """`wanted` if it and the number - 1 ports after it are free, 0 if it is 0 or may be moved.
+
+        With 0 an engine chooses when it starts, and again should somebody take its port before it listens.
+        """
+        first = self._row("engine.port", wanted, host, number)
+        if not first:
+            self._any("engine.port", host)  # where it cannot, it is to be said now
+        self._given.update(range(first, first + number))
+        return first
+
+    def _row(self, field: str, wanted: int, host: str, length: int) -> int:
+        """`wanted` if it and those after it are free, else 0. Raises CannotStart if they must not be moved."""
+        taken = [
+            p for p in range(wanted, wanted + length) if wanted and (p in self._given or not port_is_free(host, p))
+        ]
+        if taken and not self._move_taken:
+            self._any(field, host)  # no port is free on a host that is not this one
+            raise CannotStart(
+                f"{field}: port {taken[0]} on {host} is in use. End what listens there, or set {field}: 0 "
+                "for a free one."
+            )
+        return 0 if taken else wanted
+
+    def _any(self, field: str, host: str) -> int:
+        try:
+            return free_port(host, self._given)
+        except OSError as error:
+            place = field.replace(".port", ".host")
+            raise CannotStart(f"{place}: cannot listen on {host} ({error.strerror}). Set it to 127.0.0.1.") from error

@@ -12,12 +12,13 @@ from itertools import pairwise
 from statistics import median
 
 from rich.console import Group as Rows
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from broker.types import EngineState, Snapshot
+from broker.types import EngineRecord, EngineState, Snapshot
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 REWARD_POINTS = 40
@@ -53,11 +54,22 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine: its name, state and confirmed version (-1: none yet)."""
+    """One engine: its name, state and confirmed version (-1: none yet). why: what is wrong with it, "" for nothing."""
 
     name: str
     state: str
     version: int
+    why: str = ""
+
+    @classmethod
+    def of(cls, name: str, state: str, version: int, detail: str) -> EngineView:
+        """From what the registry holds."""
+        return cls(name, state, version, detail if state in (EngineState.GONE, EngineState.QUARANTINED) else "")
+
+    @property
+    def words(self) -> str:
+        """Its name and state, and what is wrong."""
+        return f"{self.name} {self.state}" + (f" ({self.why})" if self.why else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +115,17 @@ def since(began: Beginning, snapshot: Snapshot) -> Snapshot:
     """
     if snapshot.metrics != began.metrics or snapshot.status not in ("starting", "running"):
         return snapshot
-    engines = tuple(e for e in snapshot.engines if e.since_ms > began.time_ms and e.state is not EngineState.GONE)
+    engines = tuple(e for e in snapshot.engines if _is_of(began, e))
     step, serving = snapshot.durable_step, any(engine.routable for engine in engines)
     status = snapshot.status if serving else start_from(step)
     return replace(snapshot, status=status, step=step, metrics={}, engines=engines)
+
+
+def _is_of(began: Beginning, engine: EngineRecord) -> bool:
+    """Whether a record was written by an engine of this session: one that came, or whose supervisor says why not."""
+    if engine.state is EngineState.GONE:
+        return engine.down and engine.heartbeat_ms > began.time_ms
+    return engine.since_ms > began.time_ms
 
 
 def start_from(step: int) -> str:
@@ -144,7 +163,7 @@ def view_of(
         limit=(snapshot.max_lag + 1) * snapshot.groups_per_step,
         trainer_wait=wait_share(metrics),
         tokens_per_s=number(metrics, "tokens_per_s"),
-        engines=tuple(EngineView(e.engine_id, str(e.state), e.version) for e in snapshot.engines),
+        engines=tuple(EngineView.of(e.engine_id, str(e.state), e.version, e.detail) for e in snapshot.engines),
         closes=groups.closes and snapshot.tokens.closes,
         ledger=(
             f"{groups.issued} issued = {groups.trained} trained + {groups.filtered} without gradient"
@@ -212,7 +231,7 @@ def plain_line(view: LiveView) -> str:
     """One line for a log or a pipe."""
     parts = [f"{duration(view.facts.elapsed_s)} {view.status}"]
     if view.reward is None:
-        parts.append("engines " + (", ".join(f"{e.name} {e.state}" for e in view.engines) or view.facts.starting))
+        parts.append("engines " + (", ".join(e.words for e in view.engines) or view.facts.starting))
     else:
         parts.append(f"step {view.step}/{view.steps_total}  reward {view.reward:.3f}")
         if view.lag is not None:
@@ -304,6 +323,6 @@ def _engines(view: LiveView) -> str:
         return f"[dim]{view.facts.starting} (SGLang needs about half a minute)[/]"
     return ", ".join(
         f"{e.name} [{'green' if e.state == 'serving' else 'yellow'}]{e.state}[/] "
-        + (f"v{e.version}" if e.version >= 0 else "[dim]no version yet[/]")
+        + (f"v{e.version}" if e.version >= 0 else f"[dim]{escape(e.why) or 'no version yet'}[/]")
         for e in view.engines
     )

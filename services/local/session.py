@@ -267,11 +267,7 @@ class Session:
         except BrokerError as error:
             self._hear(str(error))
             return
-        first_port = self._plan.config.engine.port
-        for engine in self._snapshot.engines:
-            port = engine.url.rsplit(":", 1)[-1].rstrip("/")
-            if engine.routable and port.isdigit():
-                self._served.add(f"engine-{int(port) - first_port}")
+        self._served.update(e.engine_id.partition("@")[0] for e in self._snapshot.engines if e.routable)
 
     def _monitor_url(self) -> str:
         monitor = self._plan.config.monitor

@@ -91,7 +91,9 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
         limit=staleness["in_flight_limit"],
         trainer_wait=wait_share(metrics),
         tokens_per_s=number(metrics, "tokens_per_s"),
-        engines=tuple(EngineView(e["engine_id"], e["state"], e["version"]) for e in o["fleet"]["engines"]),
+        engines=tuple(
+            EngineView.of(e["engine_id"], e["state"], e["version"], e["detail"]) for e in o["fleet"]["engines"]
+        ),
         closes=staleness["closes"],
         ledger=(
             f"{groups['issued']} issued = {groups['trained']} trained + {groups['filtered']} without gradient"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_the_key_file_is_yaml_whatever_the_key() -> None:
         (127, [], "engine.python", True),
         (1, ["ModuleNotFoundError: No module named 'sglang'"], "has no sglang", True),
         (1, ["x.py: No module named lagrange_sglang_cpu"], "has no lagrange_sglang_cpu", True),
-        (1, ["[Errno 98] error while attempting to bind: address already in use"], "engine.port", False),
+        (1, ["[Errno 98] error while attempting to bind: address already in use"], "starts again on another", False),
         (1, ["RuntimeError: Not enough memory. Please try to increase"], "engine.memory_fraction", False),
         (-9, ["fine"], "memory", False),
         (2, ["launch_server.py: error: unrecognized arguments: --foo"], "--foo", True),
@@ -134,6 +135,12 @@ def test_the_cause_is_named_with_what_to_do(code: int | None, lines: list[str], 
     found = diagnose(code, lines, EngineSection(), 30000)
     assert says in found.message
     assert found.hopeless is hopeless
+
+
+def test_a_port_that_was_asked_for_and_is_taken_is_for_the_user_to_change() -> None:
+    found = diagnose(None, ["[Errno 98] Address already in use", "idle"], EngineSection(port=30000), 30000)
+    assert found.port_taken
+    assert found.message.startswith("engine.port: port 30000 on 127.0.0.1 is in use. End what listens there")
 
 
 @pytest.fixture
@@ -370,7 +377,57 @@ async def test_a_server_that_never_starts_is_given_up_after_some_tries(
     code = f"import sys, pathlib; pathlib.Path({str(count)!r}).open('a').write('x'); sys.exit(3)"
     assert await Supervisor(fake_plan(config, code), config, broker).run(asyncio.Event()) == 1
     assert count.read_text() == "x" * supervising.MAX_FAILURES
-    assert broker.engines() == ()
+    assert [(r.state, r.detail) for r in broker.engines()] == [
+        (EngineState.GONE, "the engine ended with code 3; last line: it printed nothing")
+    ]
+
+
+# As SGLang 0.5.23, which says that it cannot listen, and lives on.
+LIVES_ON = """
+import sys, time, uvicorn
+from tests.fakes.engine import FakeEngine
+try:
+    uvicorn.run(FakeEngine(version="unconfirmed").app, port=int(sys.argv[1]), log_level="error")
+except SystemExit:
+    time.sleep(600)
+"""
+
+
+async def test_a_port_that_is_taken_before_the_server_listens_is_told_at_once_and_another_chosen(
+    config: RunConfig, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "FIRST_PAUSE_S", 0.05)
+    stop = asyncio.Event()
+    seen: list[EngineRecord] = []
+    plan = fake_plan(config, LIVES_ON)
+    with socket.socket() as thief:  # it accepts connections and answers none, as a rank of the trainer did
+        thief.bind(("127.0.0.1", plan.port))
+        thief.listen()
+        supervisor = Supervisor(plan, config, broker, partial(fake_plan, config, LIVES_ON))
+        life = asyncio.create_task(supervisor.run(stop))
+        await until(lambda: seen.extend(broker.engines()) or bool(seen))  # type: ignore[func-returns-value]
+        assert (seen[0].state, seen[0].down) == (EngineState.GONE, True)
+        assert f"another process took port {plan.port}" in seen[0].detail
+        await until(lambda: broker.engines()[0].state is EngineState.JOINING)
+    assert broker.engines()[0].url != plan.url
+    stop.set()
+    assert await asyncio.wait_for(life, 5) == 0
+
+
+def test_engines_of_a_run_choose_none_of_its_other_ports_and_none_of_each_other(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def choose(*arguments: Any) -> int:
+        asked.append(arguments)
+        return 20000
+
+    monkeypatch.setattr(supervising, "free_port", choose)
+    two = broken(broken(config, "engine", replicas=2), "monitor", port=12345)
+    assert [make_plan(two, index).port for index in (0, 1)] == [20000, 20000]
+    assert [share for _, _, share in asked] == [(0, 2), (1, 2)]
+    assert all(12345 in avoid for _, avoid, _ in asked)
 
 
 async def test_a_hopeless_start_is_tried_once(config: RunConfig, broker: Broker) -> None:

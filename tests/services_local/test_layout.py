@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs import ConfigError, RunConfig, load_config, save_config
+from configs.ports import KERNELS_RANGE
 from services.local.layout import CannotStart, embeds_redis, new_run_id, resolve, roles
 from services.local.plan import only_one, plan_new, plan_resumed, prepare
 from services.local.preflight import NEEDED_BYTES, problems
@@ -22,9 +23,12 @@ def local(**overrides: object) -> RunConfig:
 
 def test_a_resolved_configuration_has_real_ports_absolute_paths_and_a_model_folder(tmp_path: Path) -> None:
     config = resolve(local(), "r", tmp_path)
-    ports = [config.redis.port, config.engine.port, config.monitor.port, config.weight_sync.port, config.trainer.port]
+    ports = [config.redis.port, config.monitor.port, config.weight_sync.port, config.trainer.port]
     assert all(ports)
     assert len(set(ports)) == len(ports)
+    low, high = map(int, KERNELS_RANGE.read_text().split())
+    assert not [port for port in ports if low <= port <= high]  # whoever asks for any port could have it before us
+    assert config.engine.port == 0  # each engine chooses when it starts
     assert config.model.path == tmp_path / "r" / "model"
     assert config.engine.python.is_absolute()
     assert config.redis.url == f"redis://127.0.0.1:{config.redis.port}/0"
@@ -59,17 +63,19 @@ def test_a_resolved_configuration_survives_its_file_and_still_embeds_redis(tmp_p
     assert not embeds_redis(local(**{"redis.url": "redis://elsewhere:6379/0"}))
 
 
-def test_several_engines_get_ports_in_a_row(tmp_path: Path) -> None:
-    config = resolve(local(**{"engine.replicas": 3}), "r", tmp_path)
-    names = [role.name for role in roles(config, tmp_path / "config.yaml")]
-    assert names == [
-        "engine-0", "engine-1", "engine-2", "weight-sync", "monitor", "trainer", "worker-0", "worker-1",
-    ]  # fmt: skip
+def test_ports_that_are_asked_for_are_in_a_row_and_all_of_them_free(tmp_path: Path) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", config.engine.port + 1))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(CannotStart, match="is in use"):
-            resolve(local(**{"engine.replicas": 3, "engine.port": config.engine.port}), "r", tmp_path)
+        first = taken.getsockname()[1] - 1
+        config = local(**{"engine.replicas": 3, "engine.port": first})
+        names = [role.name for role in roles(config, tmp_path / "config.yaml")]
+        assert names == [
+            "engine-0", "engine-1", "engine-2", "weight-sync", "monitor", "trainer", "worker-0", "worker-1",
+        ]  # fmt: skip
+        with pytest.raises(CannotStart, match=f"engine.port: port {first + 1} on 127.0.0.1 is in use"):
+            resolve(config, "r", tmp_path)
+        assert resolve(config, "r", tmp_path, move_taken_ports=True).engine.port == 0
 
 
 def test_engines_that_run_elsewhere_are_not_started(tmp_path: Path) -> None:

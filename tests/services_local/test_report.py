@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from broker.types import EngineRecord, EngineState, LagCount, Snapshot, Tally
+from broker.types import NO_SERVER, EngineRecord, EngineState, LagCount, Snapshot, Tally
 from configs import ConfigError, load_config
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, nice_ticks
 from services.local.live import (
@@ -283,6 +283,18 @@ def test_a_first_start_says_starting_until_an_engine_serves() -> None:
     first = snapshot(status="starting", step=0, durable_step=0, metrics={}, engines=())
     line = plain_line(view_of(since(begun(first), replace(first, status="running")), [], FACTS))
     assert line == "1:01 starting  |  engines starting, log: logs/sglang-0.log"
+
+
+def test_an_engine_that_does_not_start_is_shown_with_the_reason() -> None:
+    why = "another process took port 41503 [Errno 98]"
+    failed = EngineRecord(
+        "engine-0", "u", EngineState.GONE, -1, detail=why, pid=NO_SERVER, since_ms=50, heartbeat_ms=150
+    )
+    now = since(begun(LEFT), replace(LEFT, engines=(failed,)))
+    assert f"engine-0 gone ({why})" in plain_line(view_of(now, [], FACTS))
+    assert f"gone {why}" in shown(now)
+    before = since(begun(LEFT), replace(LEFT, engines=(replace(failed, heartbeat_ms=90),)))  # of the session before
+    assert not before.engines
 
 
 def test_a_resumed_run_shows_its_engines_as_they_come_and_its_figures_from_its_first_step_on() -> None:
