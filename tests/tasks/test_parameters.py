@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -89,6 +90,23 @@ def test_a_task_of_another_package_is_held_to_its_own_signature(monkeypatch: pyt
     assert make_task("foreign", 0, {"largest": 4}).prompt(1).text == "1"
     with pytest.raises(ConfigError, match="largest is 'four'"):
         make_task("foreign", 0, {"largest": "four"})
+
+
+@pytest.mark.parametrize(
+    ("task", "parameters", "said"),
+    [
+        ("copy", {"digit": 1}, "unknown: digit. There are digits, name."),
+        ("guess-number", {"turn": 1, "a": 2}, "unknown: a, turn. There are turns, name."),
+        ("math-jsonl", {"pth": "x"}, "unknown: pth. There are answer_field, chat"),
+        ("reasoning-gym", {}, "missing: generator. There are generator, name, parameters"),
+        ("service-jsonl", {"path": "x"}, "missing: url. Look up"),
+    ],
+)
+def test_a_name_that_a_task_does_not_take_or_lacks_is_told_what_it_takes(
+    task: str, parameters: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"task.parameters of {task!r}: {said}")):
+        make_task(task, 0, parameters)
 
 
 def test_a_signature_that_says_nothing_or_what_nobody_knows_checks_nothing() -> None:
