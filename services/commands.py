@@ -86,7 +86,7 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
     found = examine(config)
     if found.problems:
         raise ConfigError("\n".join(f"{file}: {problem}" for problem in found.problems))
-    console = Console(highlight=False)
+    console = wide_console()
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -94,9 +94,11 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
         table.add_row(topic, escape(sentence))
     console.print(f"[green]{escape(str(file))} is valid.[/]")
     console.print(table)
-    absent = (f"{what} The workers need it; here it may be absent." for what in found.absent)  # it may lie elsewhere
-    for warning in (*found.warnings, *absent):
-        console.print(f"[yellow]warning[/]  {escape(warning)}")
+    for label, sentences in (("warning", found.warnings), ("not here", found.absent)):
+        for sentence in sentences:
+            console.print(f"[yellow]{label}[/]  {escape(sentence)}")
+    if found.absent:
+        console.print("`lagrange up` would refuse what is not here; on another machine the file may run as it is.")
 
 
 @app.command()
@@ -249,6 +251,7 @@ def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
     from services.local.live import ProcessFacts, screen, since, view_of
     from services.local.metrics import read_metrics, series_of
     from services.local.open_run import opened, read_beginning, see_it_runs
+    from services.local.starting import start_log
 
     with opened(folder) as (broker, config):
         url = f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}"
@@ -256,11 +259,12 @@ def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
         def look() -> Any:
             see_it_runs(config, folder)
             snapshot, records = broker.snapshot(), read_metrics(folder / "metrics.jsonl")
+            elapsed = records[-1].get("time_s") if records else None  # of a run that `up` did not start
             if began := read_beginning(folder):
-                snapshot = since(began, snapshot)
-            elapsed = float(records[-1].get("time_s", 0.0)) if records else 0.0
+                snapshot, elapsed = since(began, snapshot), (snapshot.time_ms - began.time_ms) / 1000
             rewards, seconds = series_of(records, "reward_mean"), series_of(records, "step_s")
-            return screen(view_of(snapshot, rewards, ProcessFacts(elapsed, url, str(folder), hint=hint), seconds))
+            facts = ProcessFacts(elapsed, url, start_log(folder), hint=hint)
+            return screen(view_of(snapshot, rewards, facts, seconds))
 
         yield look
 

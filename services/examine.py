@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 from configs import ConfigError, RunConfig
 from configs import check as checks
+from services.accelerators import lacking
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """problems: why it can run nowhere. absent: data that is not on this machine. warnings: what wastes work."""
+    """problems: why it can run nowhere. absent: what this machine lacks (data, GPUs). warnings: what wastes work."""
 
     problems: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
@@ -21,7 +22,7 @@ class Findings:
 
 
 def examine(config: RunConfig) -> Findings:
-    """Look at the model's sizes, the loss and the tasks."""
+    """Look at the model's sizes, the loss, the devices and the tasks."""
     from rollout.datasets.rows import BadRow
     from rollout.tasks import make_task
     from trainer.losses import catalogue
@@ -36,6 +37,7 @@ def examine(config: RunConfig) -> Findings:
         found.warnings.extend(catalogue.warnings(catalogue.loss_settings(config)))
     except ConfigError as error:
         found.problems.append(str(error))
+    found.absent.extend(lacking(config))
     tasks = [(config.task.name, config.task.parameters), *((t.name, t.parameters) for t in config.evaluation.tasks)]
     for name, parameters in tasks:
         try:
