@@ -32,12 +32,29 @@ QWEN3_30B_A3B = ModelSizes(
     expert_hidden=768,
     moe_layers=(True,) * 48,
 )
+QWEN3_0_6B = ModelSizes(
+    layers=28,
+    hidden=1024,
+    heads=16,
+    key_value_heads=8,
+    head_dim=128,
+    intermediate=3072,
+    vocabulary=151936,
+    context=40960,
+    tied=True,
+    experts=0,
+    top_k=0,
+    expert_hidden=0,
+    moe_layers=(False,) * 28,
+)
+KNOWN = {"qwen3-30b-a3b": QWEN3_30B_A3B, "qwen3-0.6b": QWEN3_0_6B}  # by the beginning of a folder's name
+COUNTED = ("qwen3_moe", "qwen3")  # model types whose parameters configs/memory.py counts
 
 
 def sizes_of(config: RunConfig) -> ModelSizes | None:
     """The model's sizes: from model.tiny, from config.json if the folder is here, else from a known name, else None.
 
-    None also for a model that is no Qwen3-MoE, whose parameters are not counted. Raises ConfigError if config.json is
+    None also for a model that is no Qwen3, whose parameters are not counted. Raises ConfigError if config.json is
     damaged.
     """
     tiny, path = config.model.tiny, config.model.path
@@ -45,12 +62,11 @@ def sizes_of(config: RunConfig) -> ModelSizes | None:
         return sizes_of_tiny(tiny)
     if path is not None and (path / "config.json").is_file():
         tree = read_json(path / "config.json")
-        known = tree.get("model_type") == "qwen3_moe"
+        known = tree.get("model_type") in COUNTED
         return model_sizes(tree, f"model.path: {path}/config.json") if known else None
     name = "" if path is None else path.name.lower()
-    if name.startswith("qwen3-30b-a3b"):
-        return replace(QWEN3_30B_A3B, context=32768) if name.endswith("-base") else QWEN3_30B_A3B
-    return None
+    found = next((sizes for beginning, sizes in KNOWN.items() if name.startswith(beginning)), None)
+    return replace(found, context=32768) if found is not None and name.endswith("-base") else found
 
 
 def errors(config: RunConfig) -> list[str]:
@@ -65,6 +81,11 @@ def errors(config: RunConfig) -> list[str]:
         found += layout_problems(sizes, config.trainer.layout)
         if problem := prompts_have_room(config, sizes.context):
             found.append(problem)
+        if not sizes.experts and config.trainer.routing_replay == "required":
+            found.append(
+                f"trainer.routing_replay is required, but {config.model.path} is a dense model, which routes nothing. "
+                'Set trainer.routing_replay: "off".'
+            )
     return found
 
 
@@ -87,14 +108,15 @@ def warnings(config: RunConfig) -> list[str]:
         found.append(
             f"lag.max is {bound} with weights every {interval} versions: a group begun just before new weights "
             f"arrive has only {_plural(bound - interval + 1, 'version')} to be finished and trained in, so admission "
-            f"holds workers back. Set lag.max to {2 * interval - 1} or more, or publish more often."
+            "holds workers back. This costs time and no group: leave it if that lag is what you want to see, as in the "
+            f"paper's lag 8; else set lag.max to {2 * interval - 1} or more, or publish more often."
         )
     if slots > limit:
         found.append(
             f"{slots} groups could be generated at once (rollout.workers x rollout.concurrent_groups) but the bound "
             f"admits {limit}: the others wait. Lower rollout.concurrent_groups or raise lag.max."
         )
-    if config.trainer.routing_replay == "off" and sizes is not None:
+    if config.trainer.routing_replay == "off" and sizes is not None and sizes.experts:
         found.append(
             "trainer.routing_replay is off for a mixture of experts: trainer and engine may choose different experts "
             "for the same token, which shows as policy lag where there is none. Set it to required."
@@ -107,11 +129,10 @@ def warnings(config: RunConfig) -> list[str]:
         )
     e = None if sizes is None else estimate(config, sizes)
     if e is not None and e.queue_limit < e.queue_bytes / 2:
-        field = "max_memory_mb" if config.redis.payloads == "redis" else "payload_limit_mb"
         found.append(
             f"trajectories may take {_bytes(e.queue_limit)}, which responses of {e.queue_limit / e.queue_bytes:.1%} of "
-            f"rollout.max_new_tokens fill: then workers wait, and lag.max is not reached. Raise redis.{field} to what "
-            "the server has."
+            f"rollout.max_new_tokens fill: then workers wait, and lag.max is not reached. Raise {_limit_field(config)} "
+            "to what the server has."
         )
     return found
 
@@ -191,11 +212,16 @@ def _memory(config: RunConfig) -> list[tuple[str, str]]:
             if e.route_bytes_step
             else "not replayed.",
         ),
-        ("queue memory", _queue(e)),
+        ("queue memory", _queue(config, e)),
     ]
 
 
-def _queue(e: Estimate) -> str:
+def _limit_field(config: RunConfig) -> str:
+    """The field by which trajectories get more room."""
+    return f"redis.{'max_memory_mb' if config.redis.payloads == 'redis' else 'payload_limit_mb'}"
+
+
+def _queue(config: RunConfig, e: Estimate) -> str:
     kept = (
         f"{_bytes(e.kept_bytes)} more of trained groups that are kept until their checkpoint (freed sooner where room "
         "is short), "
@@ -205,7 +231,18 @@ def _queue(e: Estimate) -> str:
     return (
         f"at most {_bytes(e.queue_bytes)} of responses in flight at their limit, {kept}and "
         f"{_bytes(e.bytes_per_prompt_token)} for each token of their prompts, before compression; "
-        f"{_bytes(e.queue_limit)} are allowed."
+        f"{_bytes(e.queue_limit)} are allowed{_shortage(config, e)}."
+    )
+
+
+def _shortage(config: RunConfig, e: Estimate) -> str:
+    """What comes of a limit that the longest responses would fill."""
+    if e.queue_bytes <= e.queue_limit:
+        return ""
+    return (
+        f". No problem while responses have less than {e.queue_limit / e.queue_bytes:.0%} of rollout.max_new_tokens on "
+        "average; with longer ones workers wait for the trainer, nothing is lost, and less of lag.max is used. Raise "
+        f"{_limit_field(config)} to what the server has, if it has more"
     )
 
 

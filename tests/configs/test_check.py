@@ -12,7 +12,7 @@ import pytest
 from broker.types import Group, Trajectory, VersionRun
 from broker.wire import encode
 from configs import RunConfig, load_config
-from configs.check import QWEN3_30B_A3B, errors, meaning, sizes_of, warnings
+from configs.check import QWEN3_0_6B, QWEN3_30B_A3B, errors, meaning, sizes_of, warnings
 from configs.memory import estimate, parameters, route_bytes_per_token
 from configs.model_sizes import model_sizes
 from configs.schema import TinyModel
@@ -47,8 +47,31 @@ def test_the_papers_setting_is_what_its_files_say() -> None:
         assert devices == 16
 
 
-def test_qwen3_30b_a3b_has_the_published_number_of_parameters() -> None:
+def test_the_models_that_are_known_by_name_have_the_published_numbers_of_parameters() -> None:
     assert parameters(QWEN3_30B_A3B) == 30_532_122_624
+    assert parameters(QWEN3_0_6B) == 596_049_920
+
+
+def test_a_run_on_one_gpu_leaves_room_for_activations_beside_trainer_and_engine() -> None:
+    config = load_config(CONFIGS / "qwen3-0.6b-one-gpu.yaml")
+    e = estimate(config, QWEN3_0_6B)
+    cache = (config.engine.max_total_tokens or 0) * 28 * 2 * 8 * 128 * 2  # layers, key and value, heads, width, bytes
+    assert sizes_of(config) == QWEN3_0_6B
+    assert e.trainer_rank + e.engine_device + cache < 16 * GIB  # of the 22.5 that the smallest such GPU shows
+    assert not [w for w in warnings(config) if "not on this machine" not in w]
+
+
+def test_a_dense_model_with_required_routes_is_an_error_before_the_trainer_finds_it() -> None:
+    config = load_config(CONFIGS / "qwen3-0.6b-one-gpu.yaml", {"trainer.routing_replay": "required"})
+    assert "models/Qwen3-0.6B is a dense model" in errors(config)[0]
+
+
+def test_memory_that_the_longest_responses_would_exceed_says_what_comes_of_it() -> None:
+    files = {name: load_config(CONFIGS / f"{name}.yaml") for name in ("local", "qwen3-30b-a3b-lag8")}
+    said = {name: dict(meaning(config))["queue memory"] for name, config in files.items()}
+    assert said["local"].endswith("614.4 MiB are allowed.")
+    for words in ("less than 72% of rollout.max_new_tokens", "workers wait", "Raise redis.max_memory_mb"):
+        assert words in said["qwen3-30b-a3b-lag8"]
 
 
 def test_the_tiny_models_parameters_are_counted_exactly_from_either_source() -> None:
