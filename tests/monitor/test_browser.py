@@ -87,7 +87,8 @@ def renders(browser: Any, monitor: Service, scheme: str, size: dict[str, int]) -
     assert "<b>1+1</b>" in shown.text("samples")
     assert shown.text("closes") == "closes"
     assert "version 0" in shown.text("events")
-    assert "stop" in shown.text("samples")
+    assert "1.00, 2 tokens, stop" in shown.text("samples")
+    assert shown.page.evaluate("document.querySelector('#lags meter').getAttribute('aria-label')").endswith(" tokens")
     boxes = "[...document.querySelectorAll('.tables > div, .tiles dt, .tiles dd')]"
     cut = f"{boxes}.filter((box) => box.scrollWidth > box.clientWidth).map((box) => box.textContent)"
     assert shown.page.evaluate(cut) == []

@@ -62,6 +62,7 @@ def test_check_says_what_a_valid_file_means(lagrange: Lagrange) -> None:
     assert done.returncode == 0, done.stderr
     assert "is valid" in done.stdout
     assert "30.5 billion parameters" in done.stdout
+    assert re.search(r"^restart .{80,}", done.stdout, re.M)  # a line that a program reads is not broken at 80 columns
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_check_says_what_a_valid_file_means(lagrange: Lagrange) -> None:
         ("task.name=nope", "there is no task 'nope'"),
         ("task.name=nope", "once that package is installed beside Lagrange"),
         ("task.name=maxdigit", "Did you mean max-digit?"),
-        ("task.parameters.foo=1", "unexpected keyword argument 'foo'"),
+        ("task.parameters.foo=1", "unknown: foo. There are digits, name."),
         ("evaluation.tasks=[{name: nope}]", "there is no task 'nope'"),
     ],
 )
@@ -244,10 +245,12 @@ def test_status_of_a_run_that_resumes_shows_nothing_of_the_session_before(
     left = broker.snapshot()
     save_beginning(tmp_path, Beginning(left.time_ms, left.metrics))
     said = lagrange("status", str(tmp_path)).stdout
-    for part in ("no step yet", "starting, log: logs/sglang-0.log"):
+    for part in ("no step yet", "starting (half a minute"):
         assert part in said
     for part in ("0.250", "serving"):
         assert part not in said
+    save_beginning(tmp_path, Beginning(left.time_ms - 130_000, left.metrics))
+    assert re.search(r", [23]:\d\d, ", lagrange("status", str(tmp_path)).stdout)  # for so long this session goes on
     train(0.75)
     assert "0.750" in lagrange("status", str(tmp_path)).stdout
 

@@ -9,6 +9,7 @@
 
   const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
   const node = (name, content, style) => { const made = document.createElement(name); made.textContent = content; if (style) made.className = style; return made; };
+  const tokens = (count) => count + (count === 1 ? " token" : " tokens");
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   function cells(row, values) {
@@ -59,7 +60,7 @@
   function meter(value, largest) {
     const bar = document.createElement("meter");
     bar.min = 0; bar.max = Math.max(1, largest); bar.value = value;
-    bar.setAttribute("aria-label", value + " tokens");
+    bar.setAttribute("aria-label", tokens(value));
     return bar;
   }
 
@@ -143,7 +144,7 @@
   }
 
   function spoken(sample) {
-    const line = node("p", sample.reward.toFixed(2) + ", " + sample.tokens + " tokens, " + sample.finish + ":  ");
+    const line = node("p", sample.reward.toFixed(2) + ", " + tokens(sample.tokens) + ", " + sample.finish + ":  ");
     for (const piece of sample.pieces) {
       const part = node("span", piece.text, piece.version === null ? "heard" : "");
       part.title = piece.version === null ? "environment" : "version " + piece.version;
