@@ -19,23 +19,23 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.types import EngineRecord, EngineState, Snapshot
+from services.local.starting import StartLog, duration, start_words
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 REWARD_POINTS = 40
 PACE_STEPS = 20
 NEWS_S = 30.0  # for so long the view tells what happened last
 HINT = "Ctrl-C stops (and the run resumes)"
-ENGINE_LOG = "logs/sglang-0.log"  # in the run's folder: what tells how far an engine's start is
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What `up` knows of its processes. restarts: (name, how often started again). news: what happened last, and how
-    long ago."""
+    """What is known of the processes. elapsed_s: since this session of the run began, None: not known here. log: of an
+    engine's start. restarts: (name, how often started again). news: what happened last, and how long ago."""
 
-    elapsed_s: float
+    elapsed_s: float | None
     monitor_url: str
-    folder: str
+    log: StartLog | None = None
     restarts: tuple[tuple[str, int], ...] = ()
     news: str = ""
     news_age_s: float = 0.0
@@ -47,9 +47,9 @@ class ProcessFacts:
         return self.news if self.news_age_s < NEWS_S else ""
 
     @property
-    def starting(self) -> str:
-        """What is said of the engines before there is one; a run of another machine has no log here."""
-        return f"starting, log: {ENGINE_LOG}" if self.folder else "starting"
+    def elapsed(self) -> str:
+        """The time since the session began, "" where it is not known."""
+        return "" if self.elapsed_s is None else duration(self.elapsed_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,16 @@ class LiveView:
     eta_s: float | None
     facts: ProcessFacts
     dead_letters: int = 0
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """Whether there is neither a step nor an engine that could make one."""
+        return self.reward is None and all(engine.state == EngineState.GONE for engine in self.engines)
+
+    @property
+    def starting(self) -> str:
+        """What is said of an engine's start."""
+        return start_words(self.facts.elapsed_s, self.facts.log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,19 +229,12 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BLOCKS[min(len(BLOCKS) - 1, int((v - low) / span * len(BLOCKS)))] for v in values)
 
 
-def duration(seconds: float) -> str:
-    """Seconds as 0:42 or 1:02:03."""
-    whole = max(0, round(seconds))
-    hours, rest = divmod(whole, 3600)
-    minutes, secs = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
-
-
 def plain_line(view: LiveView) -> str:
     """One line for a log or a pipe."""
-    parts = [f"{duration(view.facts.elapsed_s)} {view.status}"]
+    parts = [f"{view.facts.elapsed} {view.status}".lstrip()]
     if view.reward is None:
-        parts.append("engines " + (", ".join(e.words for e in view.engines) or view.facts.starting))
+        engines = [*(e.words for e in view.engines), *([view.starting] if view.waits_for_engine else [])]
+        parts.append("engines " + ", ".join(engines))
     else:
         parts.append(f"step {view.step}/{view.steps_total}  reward {view.reward:.3f}")
         if view.lag is not None:
@@ -286,7 +289,7 @@ def screen(view: LiveView) -> Panel:
     return Panel(
         Rows(*rows),
         title=f"[bold]Lagrange[/]  {view.run}",
-        subtitle=", ".join(filter(None, (view.status, duration(view.facts.elapsed_s), view.facts.hint))),
+        subtitle=", ".join(filter(None, (view.status, view.facts.elapsed, view.facts.hint))),
         border_style="cyan",
         padding=(1, 2),
     )
@@ -307,7 +310,7 @@ def _lag(view: LiveView) -> str:
 
 
 def _queue(view: LiveView) -> str:
-    if view.reward is None and not view.engines:
+    if view.waits_for_engine:
         return "[dim]waits for an engine[/]"
     return f"{view.ready} groups ready, {view.generating} generating [dim](limit by the bound {view.limit})[/]"
 
@@ -315,14 +318,13 @@ def _queue(view: LiveView) -> str:
 def _trainer(view: LiveView) -> str:
     wait = "" if view.trainer_wait is None else f"waits {view.trainer_wait:.0%} of a step, "
     speed = "" if view.tokens_per_s is None else f"{view.tokens_per_s:,.0f} tokens a second, "
-    return f"{wait}{speed}version {view.version}"
+    return f"{wait}{speed}" + (f"version {view.version}" if view.version >= 0 else "[dim]no version yet[/]")
 
 
 def _engines(view: LiveView) -> str:
-    if not view.engines:
-        return f"[dim]{view.facts.starting} (SGLang needs about half a minute)[/]"
-    return ", ".join(
+    engines = [
         f"{e.name} [{'green' if e.state == 'serving' else 'yellow'}]{e.state}[/] "
         + (f"v{e.version}" if e.version >= 0 else f"[dim]{escape(e.why) or 'no version yet'}[/]")
         for e in view.engines
-    )
+    ]
+    return ", ".join([*engines, *([f"[dim]{escape(view.starting)}[/]"] if view.waits_for_engine else [])])

@@ -137,19 +137,33 @@ def _kill_group(group: int, number: signal.Signals) -> None:
 
 def explain_log(log: Path, lines: int = 8) -> str:
     """Why a process ended, from the end of its log: its last error record, or its last lines."""
+    last = _last_lines(log, lines)
+    for line in reversed(last):
+        record = _record(line)
+        if record.get("level") in ("error", "critical"):
+            return _words(record)
+    return "\n".join(last)
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log, at most 200 characters, of a record what it says; "" if there is none."""
+    lines = _last_lines(log, 1)
+    return ((_words(_record(lines[0])) or lines[0].strip()) if lines else "")[:200]
+
+
+def _last_lines(log: Path, number: int) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - 16384))
             text = file.read().decode("utf-8", "replace")
     except OSError:
-        return ""
-    whole = [line for line in text.splitlines() if line.strip()]
-    for line in reversed(whole[-lines:]):
-        record = _record(line)
-        if record.get("level") in ("error", "critical"):
-            return ": ".join(str(record[key]) for key in ("event", "problem", "error", "detail") if record.get(key))
-    return "\n".join(whole[-lines:])
+        return []
+    return [line for line in text.splitlines() if line.strip()][-number:]
+
+
+def _words(record: dict[str, object]) -> str:
+    return ": ".join(str(record[key]) for key in ("event", "problem", "error", "detail") if record.get(key))
 
 
 def _record(line: str) -> dict[str, object]:

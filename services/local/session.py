@@ -29,6 +29,7 @@ from services.local.open_run import save_beginning
 from services.local.plan import Plan, unwritable
 from services.local.processes import Processes, explain_log
 from services.local.report import write_report
+from services.local.starting import start_log
 from services.local.supervision import (
     STOPPED,
     End,
@@ -104,6 +105,7 @@ class Session:
         self._began = time.monotonic()
         self._beginning: Beginning | None = None
         self._snapshot: Snapshot | None = None
+        self._first: Snapshot | None = None  # of this session that has a step of it
         self._served: set[str] = set()
         self._metrics = MetricsTail(plan.folder / "metrics.jsonl")
         self._processes = Processes(plan.logs)
@@ -267,6 +269,8 @@ class Session:
         except BrokerError as error:
             self._hear(str(error))
             return
+        if self._first is None and self._beginning and self._snapshot.metrics != self._beginning.metrics:
+            self._first = self._snapshot
         self._served.update(e.engine_id.partition("@")[0] for e in self._snapshot.engines if e.routable)
 
     def _monitor_url(self) -> str:
@@ -277,7 +281,7 @@ class Session:
         facts = ProcessFacts(
             elapsed_s=time.monotonic() - self._began,
             monitor_url=self._monitor_url(),
-            folder=str(self._plan.folder),
+            log=start_log(self._plan.folder),
             restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
             news=self._news,
             news_age_s=time.monotonic() - self._news_at,
@@ -309,7 +313,7 @@ class Session:
                 self._tell(str(error))
         if self._snapshot is not None:
             try:
-                write_report(folder, self._plan.config, self._snapshot)
+                write_report(folder, self._plan.config, self._snapshot, self._first)
             except ConfigError as error:  # a full disk: how the run ended is to be said all the same
                 self._console.print(str(error), soft_wrap=True, markup=False, highlight=False)
         self._console.print(farewell(end, folder), soft_wrap=True, markup=False, highlight=False)

@@ -100,6 +100,6 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
             f" + {groups['stale']} stale + {groups['failed']} failed + {flying} in flight"
         ),
         eta_s=remaining_s(seconds, total - steps) if metrics else None,
-        facts=ProcessFacts(elapsed or 0.0, url, "", news=o["diagnosis"]["headline"], hint=hint),
+        facts=ProcessFacts(elapsed, url, news=o["diagnosis"]["headline"], hint=hint),
         dead_letters=staleness["dead_letters"],
     )

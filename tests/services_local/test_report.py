@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,10 +32,12 @@ from services.local.live import (
 )
 from services.local.metrics import MetricsTail, parse
 from services.local.report import by_lag, draw_report, page, sat_verdict, write_report
+from services.local.starting import LONG_S, USUAL, StartLog, start_log, start_words
 
 LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
 CONFIG = load_config(LOCAL, {"lag.max": 4, "run.id": "r"})
-FACTS = ProcessFacts(61.0, "http://127.0.0.1:8020", "runs/r")
+FACTS = ProcessFacts(61.0, "http://127.0.0.1:8020", StartLog("logs/sglang-0.log", "Loading weights"))
+STARTING = f"starting, log: logs/sglang-0.log ({USUAL})"
 
 
 def record(step: int, clipped: float = 0.01) -> dict[str, object]:
@@ -216,6 +219,41 @@ def test_the_terminal_view_exists_before_redis_answers() -> None:
     assert "starting" in plain_line(view_of(None, [], FACTS))
 
 
+def test_a_start_that_takes_long_is_called_so_with_the_last_line_of_the_log_in_every_view() -> None:
+    first = snapshot(status="starting", step=0, durable_step=0, version=-1, metrics={}, engines=())
+    for seconds, long in ((LONG_S - 1, False), (483.0, True)):
+        facts = replace(FACTS, elapsed_s=seconds)
+        words = start_words(seconds, facts.log)
+        for part, there in (("which is long", long), ("ends: Loading weights", long), (USUAL, not long)):
+            assert (part in words) is there
+        assert words in plain_line(view_of(first, [], facts))
+        assert words in " ".join(shown(first, facts).replace("│", " ").split())
+    assert start_words(483.0, None) == "starting for 8:03, which is long for a small model"
+    assert start_words(None, None) == f"starting ({USUAL})"
+
+
+def test_before_the_first_version_none_is_named() -> None:
+    text = shown(snapshot(status="starting", step=0, version=-1, metrics={}, engines=()))
+    assert "version -1" not in text
+    assert "no version yet" in text
+
+
+def test_the_log_that_is_named_is_the_one_that_was_written_last(tmp_path: Path) -> None:
+    assert start_log(tmp_path) is None
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    supervisor, server = logs / "engine-0.log", logs / "sglang-0.log"
+    server.write_text("of the session before\n")
+    supervisor.write_text('{"level": "error", "event": "the engine ended", "problem": "no memory"}\n')
+    os.utime(server, (1, 1))
+    assert start_log(tmp_path) == StartLog("logs/engine-0.log", "the engine ended: no memory")
+    server.write_text("one\nLoading\r 50%\n\n")
+    os.utime(supervisor, (1, 1))
+    assert start_log(tmp_path) == StartLog("logs/sglang-0.log", "50%")
+    server.write_text("")
+    assert start_log(tmp_path) == StartLog("logs/sglang-0.log", "")
+
+
 def test_news_is_told_while_it_is_new_and_not_for_the_rest_of_the_run() -> None:
     told = replace(FACTS, news="worker-1 ended")
     for facts, there in ((told, True), (replace(told, news_age_s=NEWS_S), False)):
@@ -271,7 +309,7 @@ JOINING = replace(LEFT, status="running", step=4, engines=(engine(EngineState.JO
 )
 def test_until_an_engine_serves_a_resumed_run_shows_nothing_of_the_session_before(now: Snapshot) -> None:
     line = plain_line(view_of(since(begun(LEFT), now), [0.1] * 5, FACTS, [0.5] * 5))
-    assert line == "1:01 resuming from step 4  |  engines starting, log: logs/sglang-0.log"
+    assert line == f"1:01 resuming from step 4  |  engines {STARTING}"
     text = shown(since(begun(LEFT), now))
     for part in ("resuming from step 4", "4 / 10", "no step yet", "waits for an engine", "log: logs/sglang-0.log"):
         assert part in text
@@ -282,7 +320,7 @@ def test_until_an_engine_serves_a_resumed_run_shows_nothing_of_the_session_befor
 def test_a_first_start_says_starting_until_an_engine_serves() -> None:
     first = snapshot(status="starting", step=0, durable_step=0, metrics={}, engines=())
     line = plain_line(view_of(since(begun(first), replace(first, status="running")), [], FACTS))
-    assert line == "1:01 starting  |  engines starting, log: logs/sglang-0.log"
+    assert line == f"1:01 starting  |  engines {STARTING}"
 
 
 def test_an_engine_that_does_not_start_is_shown_with_the_reason() -> None:
@@ -292,7 +330,9 @@ def test_an_engine_that_does_not_start_is_shown_with_the_reason() -> None:
     )
     now = since(begun(LEFT), replace(LEFT, engines=(failed,)))
     assert f"engine-0 gone ({why})" in plain_line(view_of(now, [], FACTS))
-    assert f"gone {why}" in shown(now)
+    assert f"engine-0 gone ({why}), {STARTING}" in plain_line(view_of(now, [], FACTS))
+    for part in (f"gone {why}", "waits for an engine"):
+        assert part in shown(now)
     before = since(begun(LEFT), replace(LEFT, engines=(replace(failed, heartbeat_ms=90),)))  # of the session before
     assert not before.engines
 

@@ -23,6 +23,7 @@ from services.local.layout import CannotStart
 from services.local.open_run import read_beginning
 from services.local.plan import only_one, plan_new, prepare
 from services.local.session import Session, Settings
+from services.local.starting import USUAL
 
 ROOT = Path(__file__).parents[2]
 UP = Path(__file__).with_name("fake_up.py")
@@ -140,7 +141,7 @@ def test_a_finished_trainer_ends_the_run_with_a_report_and_a_ledger(launch: Call
     assert json.loads((run.folder / "ledger.json").read_text())["status"] == "finished"
     assert "<svg" in (run.folder / "report.html").read_text()
     assert "Finished" in run.text
-    assert "starting  |  engines starting, log: logs/sglang-0.log" in run.text
+    assert f"starting  |  engines starting, log: logs/engine-0.log ({USUAL})" in run.text
     began = read_beginning(run.folder)
     assert began is not None
     assert (began.time_ms > 0, began.metrics) == (True, {})
