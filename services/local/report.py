@@ -18,8 +18,8 @@ import yaml
 
 from broker.types import Snapshot
 from configs import ConfigError, RunConfig
-from services.local import report_people
-from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, share_bar, short
+from services.local import report_people, report_waits
+from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, short
 from services.local.metrics import Record, read_metrics
 from services.local.open_run import read_ledger
 from services.local.starting import duration
@@ -28,9 +28,13 @@ INERT = 1e-4  # share of newly clipped tokens below which SAT changed next to no
 STYLE = Path(__file__).with_name("report.css")
 
 
-def write_report(folder: Path, config: RunConfig, snapshot: Snapshot) -> Path:
-    """Save the snapshot as ledger.json and draw report.html; returns the page's path. Raises ConfigError."""
-    _write(folder / "ledger.json", json.dumps(asdict(snapshot), indent=1))
+def write_report(folder: Path, config: RunConfig, snapshot: Snapshot, first: Snapshot | None = None) -> Path:
+    """Save the snapshot as ledger.json and draw report.html; returns the page's path. Raises ConfigError.
+
+    first: as the session's first step was made, None if it made none; ledger.json has what was waited for since.
+    """
+    ledger = asdict(snapshot) | {"waits": report_waits.waits_since(first, snapshot)}
+    _write(folder / "ledger.json", json.dumps(ledger, indent=1))
     return draw_report(folder, config)
 
 
@@ -100,7 +104,7 @@ def page(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -
             _log_ratio(records),
             _gate(config, records),
             _speed(records),
-            _waits(config, records, ledger),
+            _waits(records, ledger.get("waits") or {}),
             "</section>",
             report_people.evaluations(config.run.folder),
             _ledger(ledger),
@@ -221,25 +225,7 @@ def _speed(records: Sequence[Record]) -> str:
     return _figure("Tokens a second", "Tokens of the trained batch, with prompts, by wall clock of the step.", chart)
 
 
-def _waits(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -> str:
-    elapsed = _finite(records[-1].get("time_s")) if records else 0.0
-    trainer = sum(_values(records, "wait_s"))
-    counters = ledger.get("counters") or {}
-    workers = _finite(counters.get("admission_wait_seconds"))
-    rows = (
-        ("trainer", "waits for groups", trainer, elapsed),
-        (
-            "rollout workers",
-            "wait for admission",
-            workers,
-            elapsed * config.rollout.workers,
-        ),
-    )
-    cells = "".join(
-        f"<tr><th>{name}<small>{what}</small></th><td>{share_bar(wait / whole if whole else 0.0, name)}</td>"
-        f"<td>{min(1.0, wait / whole) if whole else 0:.0%}</td><td>{wait:,.1f} s</td></tr>"
-        for name, what, wait, whole in rows
-    )
+def _waits(records: Sequence[Record], since: dict[str, Any]) -> str:
     waits = _values(records, "queue_wait_ms_mean")
     note = (
         f"A group waited {sum(waits) / len(waits) / 1000:.2f} s in the queue on average."
@@ -248,9 +234,9 @@ def _waits(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any])
     )
     return _figure(
         "Who waits",
-        "Share of the training time; for workers, of the time in which they could ask for more.",
-        f'<table class="waits">{cells}</table>',
-        note,
+        "Share of the time since the first step. Workers wait for leave to begin a group, by reason.",
+        report_waits.table(records, since),
+        f"{report_waits.slow_side(records, since)} {note}",
     )
 
 
@@ -276,7 +262,8 @@ def _ledger(ledger: dict[str, Any]) -> str:
     return (
         '<section><h2>Ledger</h2><p class="note">Issued = trained + filtered + stale + failed + in flight, '
         "read in one atomic snapshot at the end. Tokens count as issued when they are submitted or reported.</p>"
-        f'<div class="scroll"><table class="ledger"><tr><th></th>{head}<th></th></tr>{rows}</table></div></section>'
+        f'<div class="scroll"><table class="ledger"><tr><th></th>{head}<th></th></tr>{rows}</table></div>'
+        f'<p class="note">{report_waits.restarts(ledger.get("counters") or {})}</p></section>'
     )
 
 

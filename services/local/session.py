@@ -105,6 +105,7 @@ class Session:
         self._began = time.monotonic()
         self._beginning: Beginning | None = None
         self._snapshot: Snapshot | None = None
+        self._first: Snapshot | None = None  # of this session that has a step of it
         self._served: set[str] = set()
         self._metrics = MetricsTail(plan.folder / "metrics.jsonl")
         self._processes = Processes(plan.logs)
@@ -268,6 +269,8 @@ class Session:
         except BrokerError as error:
             self._hear(str(error))
             return
+        if self._first is None and self._beginning and self._snapshot.metrics != self._beginning.metrics:
+            self._first = self._snapshot
         self._served.update(e.engine_id.partition("@")[0] for e in self._snapshot.engines if e.routable)
 
     def _monitor_url(self) -> str:
@@ -310,7 +313,7 @@ class Session:
                 self._tell(str(error))
         if self._snapshot is not None:
             try:
-                write_report(folder, self._plan.config, self._snapshot)
+                write_report(folder, self._plan.config, self._snapshot, self._first)
             except ConfigError as error:  # a full disk: how the run ended is to be said all the same
                 self._console.print(str(error), soft_wrap=True, markup=False, highlight=False)
         self._console.print(farewell(end, folder), soft_wrap=True, markup=False, highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import BaseModel, Field
@@ -114,25 +115,33 @@ def living_workers(s: Snapshot) -> int:
 
 ENOUGH_GROUPS = 20
 """Below so many, a share of groups says nothing."""
+WAIT_COUNTER = re.compile("admission_wait_(.+)_seconds")
 HELD_BACK = ("bound", "memory")
 """Reasons of a refused admission that say that sampling is ahead of training."""
 
 
-def admission_wait_share(now: Snapshot, before: Snapshot | None, reasons: Iterable[str]) -> float | None:
-    """Share of the workers' time that they waited for admission for these reasons since `before`; None: not known.
+def admission_waits(now: Snapshot, before: Snapshot | None) -> tuple[float, dict[str, float]]:
+    """The workers' time since `before` in seconds, all together, and what of it they waited for admission, by reason.
 
     By each worker's own word in its heartbeats, over the time between them: the ledger's totals learn of a wait with
-    the next submission, which may be minutes later.
+    the next submission, which may be minutes later. Workers that `before` does not know are left out.
     """
-    names = [f"admission_wait_{reason}_seconds" for reason in reasons]
-    waited, watched = 0.0, 0.0
+    watched, waited = 0.0, dict[str, float]()
     for worker, stats in now.workers.items():
         earlier = before.workers.get(worker) if before is not None else None
         if earlier is None:
             continue
         watched += max(0.0, _stat(stats, "heartbeat_ms") - _stat(earlier, "heartbeat_ms")) / 1000
-        waited += sum(_stat(stats, name) - _stat(earlier, name) for name in names)
-    return min(1.0, max(0.0, waited / watched)) if watched else None
+        for name in stats:
+            if reason := WAIT_COUNTER.fullmatch(name):
+                waited[reason[1]] = waited.get(reason[1], 0.0) + _stat(stats, name) - _stat(earlier, name)
+    return watched, waited
+
+
+def admission_wait_share(now: Snapshot, before: Snapshot | None, reasons: Iterable[str]) -> float | None:
+    """Share of the workers' time that they waited for admission for these reasons since `before`; None: not known."""
+    watched, waited = admission_waits(now, before)
+    return min(1.0, max(0.0, sum(waited.get(name, 0.0) for name in reasons) / watched)) if watched else None
 
 
 def _stat(stats: Mapping[str, object], name: str) -> float:
