@@ -21,7 +21,7 @@ from rich.table import Table
 from configs import ConfigError, RunConfig, load_config
 from configs.secrets import API_TOKEN, read_secret
 from services.evaluation.commands import add_to as add_evaluation_commands
-from services.options import ConfigOption, pairs, versions, wide_console
+from services.options import ConfigOption, pairs, program, versions, wide_console
 from services.queue_cli.commands import add_to as add_queue_commands
 
 app = typer.Typer(
@@ -114,7 +114,7 @@ def schema(
         return
     found = [field for field in fields() if f"{field.name}.".startswith(section)]
     if not found:
-        raise ConfigError(f"no field begins with {section!r}. `lagrange schema` lists them all.")
+        raise ConfigError(f"no field begins with {section!r}. `{program()} schema` lists them all.")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("field", "may be", "default", "meaning"):
         table.add_column(column, overflow="fold", style="bold" if column == "field" else None)

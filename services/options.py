@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +15,7 @@ from rich.console import Console
 from configs import ConfigError
 from configs.load import parse_yaml
 
+NAME = "lagrange"
 WIDE = 200  # columns of what goes into a file or a pipe
 ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration.")]
 
@@ -28,6 +32,16 @@ def versions() -> list[str]:
             if not lines:
                 lines.append("lagrange, run from its source without being installed")
     return lines
+
+
+def program() -> str:
+    """How to call this program, in a command that is suggested: by the path by which it was called, if it was by one.
+
+    `lagrange` alone is said where it is found by that name, and by processes that were not called as a program.
+    """
+    called = sys.argv[0]
+    by_path = Path(called).name == NAME and "/" in called and shutil.which(NAME) != called
+    return shlex.quote(called) if by_path else NAME
 
 
 def pairs(texts: list[str] | None, option: str) -> dict[str, Any]:

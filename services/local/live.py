@@ -20,6 +20,7 @@ from rich.text import Text
 
 from broker.types import EngineRecord, EngineState, Snapshot
 from services.local.starting import StartLog, duration, start_words
+from services.options import program
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 REWARD_POINTS = 40
@@ -278,7 +279,7 @@ def screen(view: LiveView) -> Panel:
     mark = "[green]closes[/]" if view.closes else "[bold red]does not close[/]"
     table.add_row("ledger", f"{mark}  [dim]{view.ledger}[/]")
     if view.dead_letters:
-        table.add_row("dead letters", f"[red]{view.dead_letters}[/]: `lagrange groups list RUN --state dead`")
+        table.add_row("dead letters", f"[red]{view.dead_letters}[/]: `{program()} groups list RUN --state dead`")
     table.add_row("monitor", f"[link={view.facts.monitor_url}]{view.facts.monitor_url}[/link]")
     restarts = ", ".join(f"{name} x{count}" for name, count in view.facts.restarts)
     if restarts:

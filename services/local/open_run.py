@@ -21,6 +21,7 @@ from configs import ConfigError, RunConfig, load_config
 from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import embeds_redis
 from services.local.live import Beginning
+from services.options import program
 
 LOCK = "up.lock"
 BEGINNING = "session.json"  # of the last `lagrange up`
@@ -77,9 +78,8 @@ def how_it_ended(folder: Path) -> str:
     if ledger.get("status") == "finished":
         return f"{folder} has finished ({step}), and its Redis with it. What it did: {folder / 'report.html'}"
     stopped = f"stopped ({step})" if step else "ended without a last snapshot"
-    return (
-        f"{folder} does not run: it {stopped}, and its Redis ended with it. Go on with: lagrange up --resume {folder}"
-    )
+    resume = f"{program()} up --resume {folder}"
+    return f"{folder} does not run: it {stopped}, and its Redis ended with it. Go on with: {resume}"
 
 
 def save_beginning(folder: Path, beginning: Beginning) -> None:

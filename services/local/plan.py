@@ -21,6 +21,7 @@ from services.examine import examine
 from services.local.layout import CannotStart, new_run_id, resolve
 from services.local.open_run import LOCK
 from services.local.preflight import free_bytes, problems
+from services.options import program
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def plan_new(file: Path, overrides: dict[str, Any]) -> Plan:
     folder = directory / run_id
     if (folder / "config.yaml").exists():
         raise CannotStart(
-            f"run.id: {folder} exists. Go on with it by `lagrange up --resume {folder}`, or choose another run.id."
+            f"run.id: {folder} exists. Go on with it by `{program()} up --resume {folder}`, or choose another run.id."
         )
     return _checked(asked, Plan(resolve(asked, run_id, directory), asked.model.tiny, resumed=False))
 

@@ -23,6 +23,7 @@ from services.local.charts import Bar, Series, bar_chart, line_chart, moving_ave
 from services.local.metrics import Record, read_metrics
 from services.local.open_run import read_ledger
 from services.local.starting import duration
+from services.options import program
 
 INERT = 1e-4  # share of newly clipped tokens below which SAT changed next to nothing
 STYLE = Path(__file__).with_name("report.css")
@@ -313,5 +314,5 @@ def _write(path: Path, text: str) -> None:
         aside.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror}). Mend that, then draw it by: lagrange report {path.parent}"
+            f"{path} cannot be written ({error.strerror}). Mend that, then draw it by: {program()} report {path.parent}"
         ) from error

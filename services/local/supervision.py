@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from services.options import program
+
 FATAL = 3  # exit code by which a command says: starting me again cannot help (docs/run-it.md)
 USAGE = 2  # exit code of a configuration that cannot be used
 STOPPED = 130  # exit code after Ctrl-C, as shells use it
@@ -109,11 +111,12 @@ def farewell(end: End, folder: Path) -> str:
     """The last words of `up`: how the run ended, and what to do."""
     if end.status == "finished":
         return f"Finished: {end.why}. Report: {folder / 'report.html'}"
+    resume = f"{program()} up --resume {folder}"
     if end.code == STOPPED:
-        return f"Stopped. Go on with: lagrange up --resume {folder}"
+        return f"Stopped. Go on with: {resume}"
     if end.code in (USAGE, FATAL):
         return (
             f"Failed: {end.why}\nAs it is, it would fail again. Mend the cause; where that is a field, go on with: "
-            f"lagrange up --resume {folder} --set NAME=VALUE"
+            f"{resume} --set NAME=VALUE"
         )
-    return f"Failed: {end.why}\nGo on with: lagrange up --resume {folder}"
+    return f"Failed: {end.why}\nGo on with: {resume}"

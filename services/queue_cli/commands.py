@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from configs import ConfigError, RunConfig
-from services.options import wide_console
+from services.options import program, wide_console
 
 if TYPE_CHECKING:
     from broker.queue import Broker
@@ -111,7 +111,7 @@ def dump(where: WhereArgument, group: GroupArgument, file: Annotated[Path, typer
         payload = bytes(broker.fetch_bytes([record.group_id])[0])
         version = record.trained_at if record.trained_at >= 0 else broker.snapshot().version
         write_dump(file, config, version, record.group_id, payload)
-    typer.echo(f"{file}: group {record.group_id}, {len(payload)} bytes. Look at it with `lagrange replay {file}`.")
+    typer.echo(f"{file}: group {record.group_id}, {len(payload)} bytes. Look at it with `{program()} replay {file}`.")
 
 
 @groups.command()
@@ -121,7 +121,7 @@ def requeue(
     """Issue the prompt of a dead letter again, with all its tries."""
     with opened(where) as (broker, _):
         if not broker.requeue(prompt).done:
-            raise ConfigError(f"prompt {prompt} is no dead letter. `lagrange groups list {where} --state dead`")
+            raise ConfigError(f"prompt {prompt} is no dead letter. `{program()} groups list {where} --state dead`")
     typer.echo(f"prompt {prompt} is issued again")
 
 

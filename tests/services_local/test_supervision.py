@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +61,24 @@ def test_the_last_words_offer_to_go_on_as_it_was_only_where_that_can_help() -> N
         assert said.endswith(f"{plain} --set NAME=VALUE")
         assert "would fail again" in said
     assert "report.html" in farewell(End(0, "all steps are trained", "finished"), folder)
+
+
+def test_a_command_that_is_suggested_is_called_as_this_program_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = tmp_path / "lagrange"
+    found.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for called, suggested in (
+        (".venv/bin/lagrange", ".venv/bin/lagrange"),
+        ("/opt/my tools/lagrange", "'/opt/my tools/lagrange'"),
+        (str(found), "lagrange"),  # how the system names a program that it found by its name
+        ("lagrange", "lagrange"),
+        ("/srv/services/__main__.py", "lagrange"),
+    ):
+        monkeypatch.setattr(sys, "argv", [called, "up"])
+        said = farewell(End(STOPPED, "stopped", "failed"), Path("runs/r"))
+        assert said == f"Stopped. Go on with: {suggested} up --resume runs/r"
 
 
 def test_an_engine_that_never_served_ends_the_run_and_one_that_served_is_started_again() -> None:
