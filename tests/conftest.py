@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import structlog
+from hypothesis import settings
 
 from broker.queue import Broker
 from broker.server import EmbeddedServer
 from configs.schema import RunConfig
 from tests.engine_fixture import engine_redis, real_engine  # noqa: F401 (fixtures)
+
+settings.register_profile("suite", deadline=None)  # how long an example takes is the machine's matter
+settings.load_profile("suite")
 
 RUN = "test-run"
 ConfigFactory = Callable[..., RunConfig]
