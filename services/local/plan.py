@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from configs import ConfigError, RunConfig, load_config, save_config
 from configs.schema import TinyModel
 from services.examine import examine
 from services.local.layout import CannotStart, new_run_id, resolve
-from services.local.open_run import LOCK
+from services.local.open_run import LOCK, read_ledger
 from services.local.preflight import free_bytes, problems
 from services.options import program
 
@@ -29,12 +29,14 @@ class Plan:
     """A run to start. config: resolved (layout.resolve). tiny: the model still to be made, if any.
 
     new_bound: lag.max was asked for now, so it replaces the one that steering may have left in Redis.
+    over: how the run ended, if it did and there is nothing left to start; else "".
     """
 
     config: RunConfig
     tiny: TinyModel | None
     resumed: bool
     new_bound: bool = False
+    over: str = ""
 
     @property
     def folder(self) -> Path:
@@ -83,9 +85,31 @@ def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
             config = config.model_copy(
                 update={"model": config.model.model_copy(update={"path": place / "model"})},
             )
+        over = nothing_left(folder, read_ledger(folder), config.run.steps, changed=bool(overrides))
         resolved = resolve(config, place.name, place.parent, move_taken_ports=True)
+    if over:
+        return Plan(resolved, None, resumed=True, over=over)
     new_bound = any(name.partition(".")[0] in ("lag", "weights") for name in overrides)
     return _checked(resolved, Plan(resolved, None, resumed=True, new_bound=new_bound))
+
+
+def nothing_left(folder: Path, ledger: Mapping[str, Any], steps: int, *, changed: bool) -> str:
+    """What is said of a run that has ended when it is to go on to `steps` steps, "" if there is something left to do.
+
+    ledger: its last snapshot. changed: fields were set anew, which may give an ended data set more prompts. Raises
+    ConfigError if it has done more than `steps`.
+    """
+    finished = ledger.get("status") == "finished"
+    done = int(ledger.get("step" if finished else "durable_step", 0))
+    if steps < done:
+        raise ConfigError(f"run.steps: {folder} has done {done} steps, {steps} are less. Set more, or leave it out.")
+    if not finished or (steps > done and changed):
+        return ""
+    report = f"What it did: {folder / 'report.html'}"
+    if steps > done:
+        return f"{folder} has finished: its data set ended after step {done} of {steps}. {report}"
+    longer = f"{program()} up --resume {folder} --set run.steps=N, with N above {done}"
+    return f"{folder} has finished: all {done} steps are trained. {report}\nTrain longer by: {longer}"
 
 
 def examined(config: RunConfig, file: Path) -> RunConfig:

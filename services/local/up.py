@@ -32,8 +32,8 @@ def run(
 ) -> int:
     """Run `file`, or go on with the run in `resume`, to its end; returns the exit code.
 
-    0: every step is trained. 130: stopped by a signal (the run resumes). Else: it failed, and a message has said why.
-    Raises ConfigError and CannotStart before anything was started.
+    0: every step is trained, now or before. 130: stopped by a signal (the run resumes). Else: it failed, and a message
+    has said why. Raises ConfigError and CannotStart before anything was started.
     """
     with stop_requests() as asked:
         if file is not None and resume is None:
@@ -47,9 +47,13 @@ def run(
             )
         else:
             raise ConfigError("name a configuration file, or a run to go on with: --resume runs/<id>")
+        console = console or Console()
+        if plan.over:
+            console.print(plan.over, soft_wrap=True, markup=False, highlight=False)
+            return 0
         with only_one(plan.folder):
             prepare(plan)
-            return Session(plan, commands, settings or Settings(), console or Console(), asked).run()
+            return Session(plan, commands, settings or Settings(), console, asked).run()
 
 
 @contextmanager

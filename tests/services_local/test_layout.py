@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
 import socket
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from configs import ConfigError, RunConfig, load_config, save_config
 from configs.ports import KERNELS_RANGE
 from services.local.layout import CannotStart, embeds_redis, new_run_id, resolve, roles
-from services.local.plan import only_one, plan_new, plan_resumed, prepare
+from services.local.plan import nothing_left, only_one, plan_new, plan_resumed, prepare
 from services.local.preflight import NEEDED_BYTES, problems
+from services.local.up import run
 
 LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
 
@@ -117,6 +121,53 @@ def test_a_run_that_is_resumed_keeps_the_model_that_it_made(tmp_path: Path) -> N
     for name, value in (("model.tiny.layers", 3), ("model.tiny", {"layers": 3})):
         with pytest.raises(ConfigError, match=rf"^{name}: the run has its model since it began .* start a new run"):
             plan_resumed(tmp_path / "r", {name: value})
+
+
+@pytest.mark.parametrize(
+    ("ledger", "steps", "changed", "said"),
+    [
+        ({}, 5, False, ""),
+        ({"status": "stopped", "step": 5, "durable_step": 4}, 5, False, ""),
+        ({"status": "finished", "step": 5, "durable_step": 5}, 5, True, "all 5 steps are trained"),
+        ({"status": "finished", "step": 5, "durable_step": 5}, 6, True, ""),
+        ({"status": "finished", "step": 3, "durable_step": 3}, 5, False, "data set ended after step 3 of 5"),
+        ({"status": "finished", "step": 3, "durable_step": 3}, 5, True, ""),
+    ],
+)
+def test_a_run_that_has_ended_is_told_from_one_that_has_something_left(
+    ledger: dict[str, object], steps: int, changed: bool, said: str
+) -> None:
+    found = nothing_left(Path("runs/r"), ledger, steps, changed=changed)
+    assert said in found
+    assert bool(said) is bool(found)
+
+
+@pytest.mark.parametrize("status", ["finished", "stopped"])
+def test_fewer_steps_than_are_done_is_one_sentence(status: str) -> None:
+    ledger = {"status": status, "step": 5, "durable_step": 5}
+    with pytest.raises(ConfigError, match=r"^run.steps: runs/r has done 5 steps, 3 are less. Set more"):
+        nothing_left(Path("runs/r"), ledger, 3, changed=True)
+
+
+def test_a_finished_run_starts_nothing_and_says_how_to_train_longer(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch()
+    plan = plan_new(LOCAL, {"run.directory": str(tmp_path), "run.id": "r", "engine.python": str(python)})
+    prepare(plan)
+    steps, before = plan.config.run.steps, plan.file.stat().st_mtime_ns
+    (plan.folder / "ledger.json").write_text(json.dumps({"status": "finished", "step": steps}))
+    python.unlink()  # whatever starts would miss it
+    console = Console(file=io.StringIO(), width=80)
+    assert run(None, resume=plan.folder, console=console) == 0
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert f"{plan.folder} has finished: all {steps} steps are trained." in said
+    assert f"lagrange up --resume {plan.folder} --set run.steps=N" in said
+    assert plan.file.stat().st_mtime_ns == before
+    with pytest.raises(ConfigError, match=f"has done {steps} steps"):
+        run(None, resume=plan.folder, console=console, overrides={"run.steps": 1})
+    with pytest.raises(CannotStart, match="make setup"):
+        run(None, resume=plan.folder, console=console, overrides={"run.steps": steps + 1})
 
 
 def test_a_folder_to_resume_that_is_no_run_is_an_error_of_the_call(tmp_path: Path) -> None:
