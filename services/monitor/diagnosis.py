@@ -253,7 +253,8 @@ def _stale(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Findin
     change = "raise lag.max, or shorten rollouts (rollout.max_new_tokens) or use fewer engines"
     restart = f["restart_stale_share"] or 0.0
     if restart:
-        because += f", {_percent(restart)} of them as the trainer started again and its versions go on from the highest"
+        part = "all" if restart == 1 else _percent(restart)
+        because += f", {part} of them as the trainer started again and its versions go on from the highest"
     if not _above((share or 0.0) * (1 - restart), bands.stale_share):
         change = "its log says why it ended; with a lower trainer.checkpoint.interval_steps it costs less"
     return Finding(verdict=Verdict.STALE, because=because, change=change)

@@ -51,7 +51,7 @@ def queue_screen(s: Snapshot) -> Together:
     bound = (s.max_lag + 1) * s.groups_per_step
     flying = s.groups.generating + s.groups.ready + s.groups.leased
     lines = [
-        "durable, the part of trained + filtered that no crash takes back, is no term of the sum",
+        "durable: what of trained + filtered no crash takes back; no term of the sum",
         f"in flight {flying} of {bound} groups, payloads {s.payload_bytes / 2**20:.1f} MiB",
         f"waiting: oldest {s.oldest_ready_ms / 1000:.1f} s, mean {s.mean_ready_ms / 1000:.1f} s; trained after "
         f"{s.mean_trained_wait_ms / 1000:.1f} s in the queue",

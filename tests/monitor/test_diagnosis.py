@@ -229,7 +229,8 @@ def test_what_a_restart_of_the_trainer_cost_is_told_from_what_the_bound_cost(
     assert found.verdict is Verdict.STALE
     assert found.figures["restart_stale_share"] == share
     assert advice in found.headline
-    assert ("as the trainer started again" in found.headline) is (share > 0)
+    said = {1.0: "of 4, all of them as the trainer", 0.5: "of 4, 50 % of them as the", 0.0: "bound of 4; "}
+    assert said[share] in found.headline
 
 
 def test_a_restart_of_long_ago_is_not_the_cause_of_what_goes_stale_now() -> None:
