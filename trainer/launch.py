@@ -14,13 +14,13 @@ import importlib
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
+from configs import ports
 from configs.drain import drain_seconds
 from configs.schema import RunConfig
 
@@ -156,10 +156,8 @@ def signals_noted() -> Iterator[list[int]]:
 
 
 def free_port() -> int:
-    """A TCP port of this host that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host that nobody takes by chance until the ranks, which import for seconds, meet there."""
+    return ports.free_port("127.0.0.1")
 
 
 def _die_with_parent() -> None:
