@@ -24,7 +24,9 @@ record.heartbeat_ms = now
 if ARGV[4] == 'update' then record.staged, record.staged_path = old.staged, old.staged_path end
 redis.call('HSET', k('engines'), ARGV[1], cjson.encode(record))
 if not old or old.state ~= record.state or old.version ~= record.version then
-  event('engine', ARGV[1] .. ' is ' .. record.state .. ' at version ' .. record.version)
+  local at = record.version >= 0 and ' at version ' .. record.version or ''
+  local why = record.state == 'gone' and (record.detail or '') ~= '' and ': ' .. record.detail or ''
+  event('engine', ARGV[1] .. ' is ' .. record.state .. at .. why)
   redis.call('PUBLISH', k('changes'), 'engine ' .. ARGV[1] .. ' ' .. record.state .. ' ' .. record.version)
 end
 return {1}

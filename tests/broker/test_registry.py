@@ -30,6 +30,14 @@ def test_an_engine_is_updated_only_from_the_expected_state(broker: Broker) -> No
     assert broker.engines() == ()
 
 
+def test_an_event_says_why_an_engine_is_gone_and_no_version_that_it_never_had(broker: Broker, run: Run) -> None:
+    broker.register_engine(EngineRecord("new", "http://new", EngineState.JOINING, -1))
+    broker.register_engine(EngineRecord("new", "http://new", EngineState.GONE, -1, detail="port 8000 is in use"))
+    broker.register_engine(EngineRecord(ENGINE, "http://engine", EngineState.GONE, 0))
+    said = [event["text"] for event in broker.events(3)]
+    assert said == [f"{ENGINE} is gone at version 0", "new is gone: port 8000 is in use", "new is joining"]
+
+
 def test_versions_are_listed_and_forgotten(run: Run) -> None:
     run.train()
     assert [v.version for v in run.broker.versions()] == [0, 1]
