@@ -203,7 +203,7 @@ def _group(header: Header, body: memoryview | bytes) -> Group:
         if min((column.offset, *column.row, *column.rows)) < 0 or end > len(body):
             raise ValueError(f"an array of shape {shape} at {column.offset} of {len(body)} bytes")
         whole = np.ndarray(shape, dtype, body, column.offset)
-        return [whole[end - rows : end] for rows, end in zip(column.rows, accumulate(column.rows), strict=True)]
+        return [whole[last - rows : last] for rows, last in zip(column.rows, accumulate(column.rows), strict=True)]
 
     samples = zip(
         arrays(header.prompt_ids),
