@@ -6,9 +6,9 @@
 -- returns {epoch, highest version, step, groups returned}
 local step, consumed = tonumber(ARGV[1]), tonumber(ARGV[3])
 -- Epochs grow with the server's clock, so that a stale trainer stays fenced after Redis lost data.
-set('epoch', int(math.max(n('epoch') + 1, now)))
+set({epoch = int(math.max(n('epoch') + 1, now))})
 local highest = math.max(n('highest'), n('version'), n('published'), tonumber(ARGV[2]))
-set('highest', highest, 'version', highest)
+set({highest = highest, version = highest})
 for i = 5, 4 + consumed do
   local rec = group(ARGV[i])
   if rec.state then make_durable(ARGV[i], rec) end
@@ -63,10 +63,9 @@ if next_index >= 0 then
   for prompt = next_index, known - 1 do reopen(int(prompt)) end
   redis.call('HSET', k('cursor'), 'next_prompt', int(math.max(next_index, known)))
 end
-set('step', step, 'durable_step', step)
-if policy.status ~= 'draining' then set('status', 'running') end
-set('trainer_deadline', int(now + n('trainer_lease_ms')))
-unset('straggler_since', 'pull_nonce', 'stepped')
+set({step = step, durable_step = step, trainer_deadline = int(now + n('trainer_lease_ms')), straggler_since = false,
+  pull_nonce = false, stepped = false})
+if policy.status ~= 'draining' then set({status = 'running'}) end
 count('attachments')
 event('attach', 'epoch ' .. policy.epoch .. ' at step ' .. step .. ', ' .. returned .. ' groups returned')
 return {policy.epoch, highest, step, returned}

@@ -9,10 +9,9 @@ for _, id in ipairs(load(ids)) do make_durable(id, group(id)) end
 for _, past in ipairs(redis.call('HKEYS', k('step_lags'))) do
   if tonumber(past) <= step then redis.call('HDEL', k('step_lags'), past) end
 end
-set('durable_step', int(math.max(step, n('durable_step'))))
+set({durable_step = int(math.max(step, n('durable_step'))), trainer_deadline = int(now + n('trainer_lease_ms'))})
 if policy.checkpoint_asked and n('checkpoint_asked') <= step then
-  unset('checkpoint_asked')
+  set({checkpoint_asked = false})
   event('checkpoint', 'step ' .. int(step) .. ', as asked')
 end
-set('trainer_deadline', int(now + n('trainer_lease_ms')))
 return {'committed', #ids}

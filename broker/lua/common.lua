@@ -47,21 +47,15 @@ local now_us = tonumber(TIME[1]) * 1000000 + tonumber(TIME[2]) + n('clock_shift_
 local now = math.floor(now_us / 1000)
 local CAP, CHUNK = 1000, 1000
 
--- What a transition changes in records, indexes and sums it notes in here. `write` writes records and indexes, before an
--- index is read again; `flush` writes all of it, at the end. So a batch costs little more than one group, and what a
--- second transition of the same script takes back from a sum is never written.
-local records, changed, unlinked, indexes, sums, lines, attributed = {}, {}, {}, {}, {}, {}, {}
+-- What a transition changes it notes in here. `write` writes indexes, before one is read again; `flush` writes all of it,
+-- at the end. So a batch costs little more than one group, and what a second transition of the same script takes back is
+-- never written.
+local settings, records, changed, unlinked, indexes, sums, lines, attributed = {}, {}, {}, {}, {}, {}, {}, {}
 local GROUP = k('group:')
 
--- Settings get values: name, value, name, value...
-local function set(...)
-  local given = {...}
-  for i = 1, #given, 2 do policy[given[i]] = given[i + 1] end
-  redis.call('HSET', POLICY, ...)
-end
-local function unset(...)
-  for _, name in ipairs({...}) do policy[name] = false end
-  redis.call('HDEL', POLICY, ...)
+-- Settings get values; false: none.
+local function set(values)
+  for name, value in pairs(values) do policy[name], settings[name] = value, value end
 end
 -- A command with all of a list as its last arguments, in as many calls as that takes.
 local function with_all(list, command, key)
@@ -110,17 +104,6 @@ local function add(name, at, by)
   of[at] = (of[at] or 0) + by
 end
 local function write()
-  local written = {}
-  for id in pairs(changed) do
-    if records[id] then
-      written[#written + 1] = GROUP .. id
-      written[#written + 1] = cmsgpack.pack(records[id])
-    else
-      unlinked[#unlinked + 1] = GROUP .. id
-    end
-  end
-  with_all(written, 'MSET')
-  with_all(unlinked, 'UNLINK')
   for name, of in pairs(indexes) do
     local entering, leaving, e, l = {}, {}, 0, 0
     for member, score in pairs(of) do
@@ -133,10 +116,32 @@ local function write()
     with_all(entering, 'ZADD', k(name))
     with_all(leaving, 'ZREM', k(name))
   end
-  changed, unlinked, indexes = {}, {}, {}
+  indexes = {}
 end
 local function flush()
   write()
+  local written, gone = {}, {}
+  for id in pairs(changed) do
+    if records[id] then
+      written[#written + 1] = GROUP .. id
+      written[#written + 1] = cmsgpack.pack(records[id])
+    else
+      unlinked[#unlinked + 1] = GROUP .. id
+    end
+  end
+  with_all(written, 'MSET')
+  with_all(unlinked, 'UNLINK')
+  written = {}
+  for name, value in pairs(settings) do
+    if value then
+      written[#written + 1] = name
+      written[#written + 1] = value
+    else
+      gone[#gone + 1] = name
+    end
+  end
+  with_all(written, 'HSET', POLICY)
+  with_all(gone, 'HDEL', POLICY)
   for _, of in ipairs(attributed) do
     for dimension, name in pairs({task = of.task, engine = of.engine, worker = of.worker}) do
       local what = ':' .. of.kind .. ':' .. dimension .. ':'
@@ -164,7 +169,7 @@ local function flush()
       end
     end
   end
-  sums, lines, attributed = {}, {}, {}
+  settings, changed, unlinked, sums, lines, attributed = {}, {}, {}, {}, {}, {}
 end
 local function count(name, by) add('counters', name, tonumber(by or 1)) end
 -- A sum as this transition has changed it.

@@ -4,6 +4,5 @@
 -- returns {"named", version} | {"fenced", holder}
 local highest = math.max(n('highest'), n('version'), n('published'))
 for _, raw in ipairs(redis.call('HVALS', k('engines'))) do highest = math.max(highest, cjson.decode(raw).version) end
-set('highest', int(highest + 1), 'version', int(highest + 1))
-unset('straggler_since', 'stepped')
+set({highest = int(highest + 1), version = int(highest + 1), straggler_since = false, stepped = false})
 return {'named', int(highest + 1)}

@@ -8,7 +8,7 @@ if version ~= n('published') then count('versions_published') end
 local record = cjson.decode(ARGV[3])
 record.published_ms = now
 redis.call('HSET', k('versions'), ARGV[2], cjson.encode(record))
-set('published', ARGV[2])
+set({published = ARGV[2]})
 event('publish', 'version ' .. ARGV[2])
 redis.call('PUBLISH', k('changes'), 'version ' .. ARGV[2])
 return {'published', int(now)}

@@ -6,7 +6,7 @@
 --       | {"refused", "starved" | "straggler", detail} | {"version", recorded version} | {"fenced", holder}
 local version, groups, B, max_lag = n('version'), tonumber(ARGV[3]), n('groups_per_step'), n('max_lag')
 if tonumber(ARGV[2]) ~= version then return {'version', int(version)} end
-set('trainer_deadline', int(now + n('trainer_lease_ms')))
+set({trainer_deadline = int(now + n('trainer_lease_ms'))})
 local out, ahead = {'batch', {}}, tonumber(ARGV[5])
 local function delivery(id, r)
   return {id, r.prompt, r.attempt, r.oldest, r.samples, r.tokens, r.total, r.bytes, r.submitted}
@@ -40,14 +40,13 @@ while not waits_for and generating > (D - version) * B do
   D = D + 1
 end
 if waits_for then
-  if not policy.straggler_since then set('straggler_since', int(now)) end
+  if not policy.straggler_since then set({straggler_since = int(now)}) end
   if now - n('straggler_since') < n('straggler_ms') then
     count('pulls_straggler')
     return {'refused', 'straggler', 'groups still generating must be trained by version ' .. int(waits_for)}
   end
   count('stragglers_left_behind')
 end
-unset('straggler_since')
 local ids = groups > 0 and redis.call('ZRANGE', k('ready'), 0, groups - 1) or {} -- an end of -1 is the last
 if ahead > 0 then out[2] = redis.call('ZRANGE', k('ready'), groups, groups + ahead - 1) end
 for _, id in ipairs(load(ids)) do
@@ -57,5 +56,5 @@ for _, id in ipairs(load(ids)) do
   enter(id, rec, 'leased')
   out[#out + 1] = delivery(id, rec)
 end
-set('pull_nonce', ARGV[4], 'pull_ids', cjson.encode(ids), 'pull_max_lag', max_lag)
+set({pull_nonce = ARGV[4], pull_ids = cjson.encode(ids), pull_max_lag = max_lag, straggler_since = false})
 return out

@@ -8,6 +8,6 @@ for _, id in ipairs(load(ids)) do
   leave(id, rec)
   enter(id, rec, 'ready')
 end
-unset('pull_nonce')
+set({pull_nonce = false})
 count('groups_returned', #ids)
 return {'returned', #ids}

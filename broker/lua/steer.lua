@@ -23,20 +23,20 @@ if command == 'lag' then
   end
   local before = policy.max_lag
   if tonumber(before) == value then return answer(nil, 'max_lag is ' .. before .. ' already') end
-  set('max_lag', int(value), 'lag_changed_step', policy.step)
+  set({max_lag = int(value), lag_changed_step = policy.step})
   return answer(nil, 'max_lag ' .. before .. ' -> ' .. int(value))
 elseif command == 'pause' then
-  set('paused', '1')
+  set({paused = '1'})
   return answer(nil, 'admission is paused')
 elseif command == 'resume' then
-  set('paused', '0')
-  if policy.status == 'draining' then set('status', 'running') end
+  set({paused = '0'})
+  if policy.status == 'draining' then set({status = 'running'}) end
   return answer(nil, 'admission goes on')
 elseif command == 'drain' then
   if policy.status ~= 'running' and policy.status ~= 'draining' then
     return answer('not-running', 'the run is ' .. policy.status)
   end
-  set('status', 'draining')
+  set({status = 'draining'})
   return answer(nil, 'no group is started; ' .. in_flight() .. ' in flight are finished and trained')
 elseif command == 'checkpoint' then
   if now > n('trainer_deadline') then
@@ -45,7 +45,7 @@ elseif command == 'checkpoint' then
   if n('step') <= n('durable_step') then
     return answer('nothing-new', 'step ' .. policy.step .. ' is in a durable checkpoint already')
   end
-  set('checkpoint_asked', policy.step)
+  set({checkpoint_asked = policy.step})
   return answer(nil, 'the trainer saves step ' .. policy.step .. ' or the next one')
 elseif command == 'evaluate' then
   if now > (tonumber(redis.call('HGET', k('evaluator'), 'deadline')) or 0) then

@@ -48,8 +48,7 @@ for _, id in ipairs(leased) do
     enter(id, rec, 'ready')
   end
 end
-set('step', int(step), 'version', int(version + 1), 'highest', int(math.max(n('highest'), version + 1)), 'stepped', ARGV[2],
-  'metrics', ARGV[3], 'trainer_deadline', int(now + n('trainer_lease_ms')))
-unset('straggler_since', 'pull_nonce')
+set({step = int(step), version = int(version + 1), highest = int(math.max(n('highest'), version + 1)), stepped = ARGV[2],
+  metrics = ARGV[3], trainer_deadline = int(now + n('trainer_lease_ms')), straggler_since = false, pull_nonce = false})
 capped('metrics', ARGV[3])
 return {'stepped'}

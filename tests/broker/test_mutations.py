@@ -54,8 +54,8 @@ MUTATIONS = {
     "the second of two transitions sees what the first did": ("both", "write()\n", ""),
     "and the settings that the first changed": (
         "common",
-        "for i = 1, #given, 2 do policy[given[i]] = given[i + 1] end",
-        "",
+        "do policy[name], settings[name] = value, value end",
+        "do settings[name] = value end",
     ),
     "what comes next is said": ("pull", "k('ready'), groups, groups + ahead - 1", "k('ready'), 0, ahead - 1"),
     "leases expire": ("common", "local function reap()\n", "local function reap()\n  if true then return end\n"),
