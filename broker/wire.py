@@ -195,16 +195,23 @@ def decode(data: bytes | memoryview, run: str, group_id: int = -1) -> Group:
 
 def _group(header: Header, body: memoryview | bytes) -> Group:
     """Raises ValueError or KeyError if the header does not fit itself or the body."""
+    cuts: dict[tuple[int, ...], list[slice]] = {}  # fields of the same tokens are cut at the same places
 
     def arrays(column: Column) -> list[npt.NDArray[Any]]:
-        shape, dtype = (sum(column.rows), *column.row), _DTYPES[column.dtype]
+        rows = column.rows
+        if rows not in cuts:
+            cuts[rows] = [slice(last - length, last) for length, last in zip(rows, accumulate(rows), strict=True)]
+        shape, dtype = (sum(rows), *column.row), _DTYPES[column.dtype]
         end = column.offset + math.prod(shape) * dtype.itemsize
         # numpy takes -1 for "as many as there are", and its own comparison of the end overflows.
-        if min((column.offset, *column.row, *column.rows)) < 0 or end > len(body):
+        if min((column.offset, *column.row, *rows)) < 0 or end > len(body):
             raise ValueError(f"an array of shape {shape} at {column.offset} of {len(body)} bytes")
         whole = np.ndarray(shape, dtype, body, column.offset)
-        return [whole[last - rows : last] for rows, last in zip(column.rows, accumulate(column.rows), strict=True)]
+        return [whole[cut] for cut in cuts[rows]]
 
+    routes: list[Any] = [None] * len(header.routes.rows)
+    if any(header.routes.rows):
+        routes = [one if len(one) else None for one in arrays(header.routes)]
     samples = zip(
         arrays(header.prompt_ids),
         arrays(header.response_ids),
@@ -213,7 +220,7 @@ def _group(header: Header, body: memoryview | bytes) -> Group:
         header.versions,
         header.rewards,
         header.finishes,
-        (routes if len(routes) else None for routes in arrays(header.routes)),
+        routes,
         strict=True,
     )
     return replace(header.group, trajectories=tuple(Trajectory(*sample) for sample in samples))

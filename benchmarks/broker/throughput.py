@@ -5,9 +5,9 @@
 One producer process, one consumer process, one embedded server, TCP on loopback. Every round measures all ways one
 after the other, from the moment when both processes are connected; a figure is the median over the rounds. A message is
 a trajectory. The broker does the whole protocol for each group: admission, submission, pull, fetch with checksum, step
-and, after every eighth step, commit; raw ways move the same bytes. No weights are published: version 0 is sampled from to
-the end, under a bound that lets it. Files that a round left to be written over (broker/spares.py) are there in the
-next one, as in a run that is under way.
+and, after every eighth step, commit; raw ways move the same bytes. No weights are published: version 0 is sampled from,
+under a bound that lets it. Files that a round left to be written over (broker/spares.py) are there in the next one, as
+in a run that is under way.
 """
 
 from __future__ import annotations

@@ -25,10 +25,20 @@
 --   freed (list)             files of a payload folder whose groups are closed, to be deleted by a client
 --   pass_rates (hash)        prompt -> passes and samples, faded
 --   engines, versions, workers (hashes of JSON), workers_seen (zset), counters (hash)
-local function k(name) return KEYS[1] .. name end
+local PREFIX = KEYS[1]
+local function k(name) return PREFIX .. name end
 local POLICY = k('policy')
--- Numbers above 1e14 keep all digits; a negative zero, which Redis refuses, becomes 0, a fraction is cut off.
-local function int(x) return string.format('%d', x) end
+-- Numbers above 1e14 keep all digits; a negative zero, which Redis refuses, becomes 0, a fraction is cut off. A batch
+-- writes the same few numbers again and again.
+local digits = {}
+local function int(x)
+  local text = digits[x]
+  if not text then
+    text = string.format('%d', x)
+    digits[x] = text
+  end
+  return text
+end
 local function hash(key)
   local list, out = redis.call('HGETALL', key), {}
   for i = 1, #list, 2 do out[list[i]] = list[i + 1] end
@@ -108,7 +118,7 @@ local function write()
     local entering, leaving, e, l = {}, {}, 0, 0
     for member, score in pairs(of) do
       if score then
-        entering[e + 1], entering[e + 2], e = score, member, e + 2
+        entering[e + 1], entering[e + 2], e = int(score), member, e + 2
       else
         leaving[l + 1], l = member, l + 1
       end
@@ -117,6 +127,11 @@ local function write()
     with_all(leaving, 'ZREM', k(name))
   end
   indexes = {}
+end
+-- A field that comes to nothing goes, unless its hash keeps them.
+local function increase(key, at, by, keeps)
+  if by == 0 then return end
+  if redis.call('HINCRBY', key, at, int(by)) == 0 and not keeps then redis.call('HDEL', key, at) end
 end
 local function flush()
   write()
@@ -145,27 +160,28 @@ local function flush()
   for _, of in ipairs(attributed) do
     for dimension, name in pairs({task = of.task, engine = of.engine, worker = of.worker}) do
       local what = ':' .. of.kind .. ':' .. dimension .. ':'
-      add('by_hist', 'g' .. what .. of.at .. ':' .. name, of.groups)
-      add('by_hist', 't' .. what .. of.at .. ':' .. name, of.tokens)
+      local line = what .. int(of.at) .. ':' .. name
+      add('by_hist', 'g' .. line, of.groups)
+      add('by_hist', 't' .. line, of.tokens)
       add('by_hist', 's' .. what .. '0:' .. name, of.ms)
       for bucket, by in pairs(of.waits) do add('by_hist', 'w' .. what .. bucket .. ':' .. name, by) end
     end
   end
   for name, of in pairs(lines) do
-    local between = name == 'ledger' and '_' or ':'
+    local key, keeps = k(name), name == 'ledger'
+    local groups, tokens = keeps and 'g_' or 'g:', keeps and 't_' or 't:'
     for at, both in pairs(of) do
-      add(name, 'g' .. between .. at, both[1])
-      add(name, 't' .. between .. at, both[2])
+      increase(key, groups .. at, both[1], keeps)
+      increase(key, tokens .. at, both[2], keeps)
     end
   end
   for name, of in pairs(sums) do
-    local key = k(name)
+    local key, keeps = k(name), name == 'ledger'
     for at, by in pairs(of) do
       if name == 'counters' then
         redis.call('HINCRBYFLOAT', key, at, by)
-      elseif by ~= 0 then
-        local left = redis.call('HINCRBY', key, at, int(by))
-        if left == 0 and string.sub(name, -5) == '_hist' then redis.call('HDEL', key, at) end
+      else
+        increase(key, at, by, keeps)
       end
     end
   end

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from broker.types import Float32Array, Group, Trajectory
 from configs import ConfigError, RunConfig
@@ -138,7 +139,10 @@ def _loss(group: Group, advantages: Sequence[float], policy: Sequence[Float32Arr
         Sample(t, np.full(len(t.response_ids), value, np.float32))
         for t, value in zip(group.trajectories, advantages, strict=True)
     ]
-    own = [replace(s, trajectory=replace(s.trajectory, log_probs=p)) for s, p in zip(samples, policy, strict=True)]
+    own = [
+        replace(sample, trajectory=structs.replace(sample.trajectory, log_probs=found))
+        for sample, found in zip(samples, policy, strict=True)
+    ]
     batch = pack(samples, route_shape=None)
     log_probs = pack(own, route_shape=None).behaviour_log_probs
     context = prepare(settings, [batch], [log_probs])

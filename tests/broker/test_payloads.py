@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from broker.errors import CorruptPayload
 from broker.queue import Broker
@@ -97,7 +98,7 @@ def test_a_group_that_cannot_be_packed_leaves_no_file_of_those_submitted_with_it
     good, bad = finished(run.admit(), RUN), finished(run.admit(), RUN)
     first, second = bad.trajectories
     assert first.routes is not None
-    spoilt = replace(bad, trajectories=(replace(first, routes=first.routes.astype(np.uint16)), second))
+    spoilt = replace(bad, trajectories=(structs.replace(first, routes=first.routes.astype(np.uint16)), second))
     with pytest.raises(InvalidTrajectory, match="routes of several dtypes"):
         broker.submit_many([good, spoilt])
     assert files(tmp_path) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from msgspec import structs
 from typer.testing import CliRunner
 
 from broker import wire
@@ -108,12 +109,13 @@ def test_replay_shows_the_first_difference(config: RunConfig, tmp_path: Path) ->
     group = finished(Ticket(5, 0, 0, 1, 0), config.run.id)
     ids = tuple(int(i) for i in group.trajectories[0].response_ids)
     reward = float(task.reward(task.prompt(0), Response("", ids, "stop")))
-    true = replace(group, task="max-digit", trajectories=tuple(replace(t, reward=reward) for t in group.trajectories))
+    right = tuple(structs.replace(t, reward=reward) for t in group.trajectories)
+    true = replace(group, task="max-digit", trajectories=right)
     write_dump(tmp_path / "true", config, 2, 5, wire.encode(true))
     same = said("replay", tmp_path / "true")
     assert "no difference" in same
     assert "loss 0 (" in same  # and never -0
-    wrong = replace(true, trajectories=(true.trajectories[0], replace(true.trajectories[1], reward=reward + 1)))
+    wrong = replace(true, trajectories=(true.trajectories[0], structs.replace(true.trajectories[1], reward=reward + 1)))
     write_dump(tmp_path / "wrong", config, 2, 5, wire.encode(wrong))
     output = " ".join(said("replay", tmp_path / "wrong", code=1).split())
     assert f"sample 1: the reward was recorded as {reward + 1:g} and is now {reward:g}" in output

@@ -178,14 +178,14 @@ def test_a_group_of_a_release_that_knows_fewer_or_more_fields_is_read() -> None:
 
 def test_numbers_of_numpy_come_back_as_numbers_and_a_reward_that_is_a_truth_value_is_none() -> None:
     run: Any = VersionRun(np.int64(0), np.int64(3), np.int32(1))  # type: ignore[arg-type]
-    sample = replace(example().trajectories[0], reward=np.float32(0.5), versions=(run,))  # type: ignore[arg-type]
+    sample = msgspec.structs.replace(example().trajectories[0], reward=np.float32(0.5), versions=(run,))
     sent = replace(example(), trajectories=(sample,), generation_seconds=np.float32(1.5))  # type: ignore[arg-type]
     back = wire.decode(wire.encode(sent), "run")
     found = (back.trajectories[0].reward, back.generation_seconds, back.trajectories[0].versions[0].length)
     assert found == (0.5, 1.5, 3)
     assert [type(value) for value in found] == [float, float, int]
     with pytest.raises(InvalidTrajectory, match="reward is True"):
-        check_trajectory(replace(sample, reward=True))
+        check_trajectory(msgspec.structs.replace(sample, reward=True))
 
 
 LIES: list[dict[str, Any]] = [
@@ -228,7 +228,7 @@ def test_junk_that_is_nested_without_end_is_a_corrupt_payload() -> None:
 def test_routes_of_several_shapes_or_dtypes_are_no_group() -> None:
     sample = example().trajectories[0]
     routed = [
-        replace(sample, routes=np.zeros((4, *shape), kind))
+        msgspec.structs.replace(sample, routes=np.zeros((4, *shape), kind))
         for shape, kind in (((2, 3), np.uint8), ((2, 4), np.uint8), ((2, 3), np.uint16))
     ]
     assert wire.encode(replace(example(), trajectories=(sample, routed[0], routed[0])))
@@ -238,7 +238,7 @@ def test_routes_of_several_shapes_or_dtypes_are_no_group() -> None:
 
 
 def test_an_array_without_a_dimension_is_an_invalid_trajectory() -> None:
-    spoilt = replace(example().trajectories[0], response_ids=np.array(1, np.int32))
+    spoilt = msgspec.structs.replace(example().trajectories[0], response_ids=np.array(1, np.int32))
     with pytest.raises(InvalidTrajectory, match="response_ids is int32"):
         check_trajectory(spoilt)
 

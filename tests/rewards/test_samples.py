@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from broker.types import Group, Trajectory, VersionRun
 from rollout.codec import FileCodec
@@ -27,7 +27,7 @@ def group(codec: FileCodec, version: int, number: int = 0) -> Group:
         reward=0.5,
         finish="stop",
     )
-    return Group("r", number, number, 1, "t", "w", "e", 2, 0.0, (t, replace(t, reward=1.0)))
+    return Group("r", number, number, 1, "t", "w", "e", 2, 0.0, (t, structs.replace(t, reward=1.0)))
 
 
 def test_pieces_tell_versions_and_the_environment_apart(tmp_path: Path) -> None:

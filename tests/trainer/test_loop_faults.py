@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from broker.errors import BrokerUnavailable, CorruptPayload, Fenced
 from broker.queue import Broker
@@ -149,7 +150,7 @@ def test_a_token_id_that_the_model_does_not_have_is_rejected_before_it_ends_the_
     def foreign(group: Group) -> Group:
         first, *others = group.trajectories
         ids = np.full_like(first.response_ids, 10**6)
-        return replace(group, trajectories=(replace(first, response_ids=ids), *others))
+        return replace(group, trajectories=(structs.replace(first, response_ids=ids), *others))
 
     broker = Wrapped(handle, fetch=fetch)
     trainer = trainer_of(config, broker, World(config, handle), MemoryCheckpoints(), vocabulary=1000)
