@@ -1,6 +1,6 @@
 """Payloads through the broker against the raw server, as ratios of one run: rate and CPU time per message.
 
-    python -m benchmarks.broker.throughput [--rounds 3] [--messages 40] [--folder /dev/shm/lagrange-benchmark]
+    python -m benchmarks.broker.throughput [--rounds 9] [--messages 40] [--folder /dev/shm/lagrange-benchmark]
 
 One producer process, one consumer process, one embedded server, TCP on loopback. Every round measures all ways one
 after the other, from the moment when both processes are connected; a figure is the median over the rounds. A message is
@@ -253,7 +253,7 @@ def raw(server: EmbeddedServer, case: Case, messages: int, stream: bool) -> dict
 def main() -> None:
     """Print one JSON object: each way's medians, then the ratios that the targets are about."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--messages", type=int, default=40, help="large ones in each round; 40 times as many small ones, 160 in groups"
     )
