@@ -59,8 +59,11 @@ class WorkerCalls(RunHandle):
     ) -> tuple[tuple[SubmitResult | Refused, ...], tuple[Ticket, ...] | Refused]:
         """`submit_many`, then `admit_many` of `wanted` groups for the same worker, as one atomic change.
 
-        For a loop that asks for its next groups when it hands in the last. groups: at least one, all of one worker.
+        For a loop that asks for its next groups when it hands in the last. groups: at least one, all of one worker;
+        else ValueError.
         """
+        if len({group.worker for group in groups}) != 1:
+            raise ValueError("submit_and_admit takes groups of one worker, at least one; ask alone with admit_many")
         try:
             results, answer = self._submit(groups, stats or {}, (groups[0].worker, engine_id, wanted))
             return results, _tickets(answer)

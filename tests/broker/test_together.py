@@ -246,3 +246,12 @@ def test_without_a_run_both_say_so(broker: Broker, make_config: ConfigFactory) -
         broker.submit_and_admit([finished(ticket, RUN)], ENGINE, 1)
     with pytest.raises(NotInitialised):
         broker.step_and_pull(run.epoch, 0, [], {}, {}, 1)
+
+
+def test_groups_of_two_workers_or_none_are_not_handed_in_together(four: Run) -> None:
+    four.broker.set_max_lag(9)
+    first, second = finished(four.admit(), RUN), finished(four.admit("other"), RUN, worker="other")
+    for groups in ([], [first, second]):
+        with pytest.raises(ValueError, match="one worker"):
+            four.broker.submit_and_admit(groups, ENGINE, 1)
+    assert four.broker.snapshot().groups.generating == 2
