@@ -6,7 +6,6 @@ its password is in a file of mode 0600, never in the argument list.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import re
@@ -23,10 +22,11 @@ from types import TracebackType
 import redis
 
 from broker.errors import BrokerError
+from configs.lifetime import die_with
+from configs.ports import free_port
 
 OLDEST = (7, 0)
 PASSWORD_VARIABLE = "LAGRANGE_REDIS_PASSWORD"
-_PR_SET_PDEATHSIG = 1
 
 
 class CannotEmbed(BrokerError):
@@ -215,13 +215,6 @@ class EmbeddedServer:
         return " | ".join(lines[-3:]) or "its log is empty"
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _answers(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
@@ -237,10 +230,7 @@ def _quoted(text: str) -> str:
 
 def _become(parent: int, arguments: list[str]) -> None:
     """Turn this process into the server; the kernel ends it when its parent ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(0)
+    die_with(parent, signal.SIGTERM)
     os.execv(arguments[0], arguments)
 
 

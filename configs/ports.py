@@ -25,7 +25,7 @@ def lasting_ports(low: int, high: int) -> list[int]:
     return [port for port in ports if not low <= port <= high] or list(ports)
 
 
-def free_port(host: str, avoid: Collection[int] = (), share: tuple[int, int] = (0, 1)) -> int:
+def free_port(host: str = "127.0.0.1", avoid: Collection[int] = (), share: tuple[int, int] = (0, 1)) -> int:
     """A port on which nothing listens now and that is none of `avoid`.
 
     share: (which, of how many): processes that choose at the same time, each with another `which`, choose different

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import structlog
 
 from broker.logs import configure_logs
+from configs.lifetime import signals_noted
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from services.deployment import process_config
@@ -145,31 +145,24 @@ def run(file: Path, *, module: str = MODULE, read: Callable[[Path], RunConfig] =
     config = read(file)
     configure_logs(config.run.id, "rollout-pool")
     own = connect(ray, config, config.rollout.workers)
-    noted: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        noted.append(number)
-
-    before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     wanted = config.rollout.workers
     # A local cluster has the CPUs of its start, and workers mostly wait: there they reserve none, so a pool can grow.
     pool = Pool(ray, file.absolute(), module=module, cpus=0.0 if own else 1.0)
-    try:
-        while not set(noted) & {signal.SIGTERM, signal.SIGINT}:
-            if noted:
-                noted.clear()
-                wanted = wanted_now(read, file, wanted)
-                log.info("rollout pool", wanted=wanted)
-            pool.tend(wanted)
-            if all(i in pool.seen and pool.seen[i].done for i in range(wanted)):
-                break
-            time.sleep(POLL_S)
-        return 0
-    finally:
-        pool.close()
-        ray.shutdown()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with signals_noted(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as noted:
+        try:
+            while not set(noted) & {signal.SIGTERM, signal.SIGINT}:
+                if noted:
+                    noted.clear()
+                    wanted = wanted_now(read, file, wanted)
+                    log.info("rollout pool", wanted=wanted)
+                pool.tend(wanted)
+                if all(i in pool.seen and pool.seen[i].done for i in range(wanted)):
+                    break
+                time.sleep(POLL_S)
+            return 0
+        finally:
+            pool.close()
+            ray.shutdown()
 
 
 def main(arguments: Sequence[str]) -> int:

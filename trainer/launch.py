@@ -8,8 +8,6 @@ killed with its parent, then runs MODULE.main(ARGUMENTS).
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import math
 import os
@@ -17,11 +15,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
-from configs import ports
 from configs.drain import drain_seconds
+from configs.lifetime import die_with, signals_noted
+from configs.ports import free_port
 from configs.schema import RunConfig
 
 STOP_GRACE_S = 8.0
@@ -32,7 +30,6 @@ STOPPED = 128 + signal.SIGTERM
 """Exit code of a rank that ended well, but before the run did, because it was asked to."""
 
 _POLL_S = 0.05
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 PARENT = "LAGRANGE_LAUNCHER_PID"
 """Names the process with which a rank ends."""
 
@@ -90,7 +87,7 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
     """Run processes until all have ended, or one has failed; returns the exit code, as `outcome` says."""
     patience = stop_seconds()
-    with signals_noted() as noted:
+    with signals_noted(signal.SIGTERM, signal.SIGINT) as noted:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             processes += (subprocess.Popen(command, env=os.environ | extra) for command, extra in commands)
@@ -139,40 +136,9 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
         process.send_signal(number)
 
 
-@contextlib.contextmanager
-def signals_noted() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT go into the list that is yielded; the handlers of before come back at the end."""
-    noted: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        noted.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody takes by chance until the ranks, which import for seconds, meet there."""
-    return ports.free_port("127.0.0.1")
-
-
-def _die_with_parent() -> None:
-    """On Linux: SIGKILL for this process when the one that started it is gone; at once if it is gone already."""
-    parent = int(os.environ.pop(PARENT, 0)) or os.getppid()  # torchrun does not name itself to its ranks
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def main() -> int:
     """One rank."""
-    _die_with_parent()
+    die_with(int(os.environ.pop(PARENT, 0)) or os.getppid())  # torchrun does not name itself to its ranks
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it still imports, Ctrl-C ends it without a traceback
     return run_module(sys.argv[1], sys.argv[2:])
 

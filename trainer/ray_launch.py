@@ -18,9 +18,11 @@ from typing import Any
 
 import structlog
 
+from configs.lifetime import signals_noted
 from configs.load import ConfigError
+from configs.ports import free_port
 from configs.schema import RunConfig
-from trainer.launch import PARENT, free_port, outcome, signals_noted, stop_seconds
+from trainer.launch import PARENT, outcome, stop_seconds
 
 log = structlog.get_logger()
 
@@ -76,7 +78,7 @@ def run_on_ray(config: RunConfig, module: str, arguments: Sequence[str]) -> int:
         raise ConfigError("trainer.launcher is ray, but ray is not installed: pip install ray==2.60.0.") from error
     connect(ray, config, config.trainer.layout.ranks)
     try:
-        with signals_noted() as noted:
+        with signals_noted(signal.SIGTERM, signal.SIGINT) as noted:
             for attempt in range(config.trainer.ray.restarts + 1):
                 code = _group(config, module, arguments, noted)
                 if noted or code not in (AGAIN, *range(128, 160)):

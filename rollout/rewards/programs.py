@@ -9,7 +9,6 @@ to a limit.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -20,6 +19,8 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from configs.lifetime import die_with
 
 # Runs in a bare interpreter: limits itself, then becomes the program.
 LAUNCHER = """
@@ -39,8 +40,6 @@ limit(resource.RLIMIT_NPROC, limits["processes"])
 os.execv(sys.executable, [sys.executable, "-I", "-S", "program.py"])
 """
 OUTPUT_BYTES = 1 << 20
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec is no place to load a library
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,7 @@ def run_program(source: str, text_in: str, limits: Limits) -> ProgramResult:
         (place / "program.py").write_text(source, encoding="utf-8", errors="replace")
         (place / "stdin").write_text(text_in, encoding="utf-8", errors="replace")
         argv = [*isolation(), sys.executable, "-I", "-S", "-c", LAUNCHER, json.dumps(asdict(limits))]
-        timed_out, us = False, os.getpid()
-
-        def before_exec() -> None:
-            """A process of rewards that takes too long is killed: what it runs is in another group and dies, too."""
-            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != us:
-                os._exit(1)
-
+        timed_out = False
         with (place / "stdin").open("rb") as stdin, (place / "stdout").open("wb") as stdout:
             process = subprocess.Popen(
                 argv,
@@ -85,7 +77,8 @@ def run_program(source: str, text_in: str, limits: Limits) -> ProgramResult:
                 stdin=stdin,
                 stdout=stdout,  # a file: RLIMIT_FSIZE bounds it, and no pipe of ours can be held open
                 stderr=subprocess.DEVNULL,
-                preexec_fn=before_exec,  # noqa: PLW1509 - takes no lock
+                # A process of rewards that takes too long is killed: what it runs is in another group and dies, too.
+                preexec_fn=functools.partial(die_with, os.getpid()),  # noqa: PLW1509 - takes no lock
                 start_new_session=True,
             )
             try:

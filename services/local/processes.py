@@ -1,13 +1,12 @@
 """Starts and ends the processes of a local run.
 
 Invariant: each process leads its own group, is announced to the guardian before it does anything, and dies with its
-parent (PR_SET_PDEATHSIG); `stop` returns within its budget with every group gone, asking first and killing then.
+parent (configs/lifetime.py); `stop` returns within its budget with every group gone, asking first and killing then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -16,11 +15,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: between fork and exec is no place to load a library
+from configs.lifetime import die_with
 
 
 @dataclass(slots=True)
@@ -66,13 +65,6 @@ class Processes:
 
         environment: added to our own. Raises OSError if the program cannot be started or the log cannot be written.
         """
-        parent = os.getpid()
-
-        def before_exec() -> None:
-            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # the parent died between fork and prctl
-                os.kill(os.getpid(), signal.SIGKILL)
-
         path = self._logs / f"{name}.log"
         with path.open("ab") as log:
             process = subprocess.Popen(
@@ -81,7 +73,7 @@ class Processes:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
-                preexec_fn=before_exec,  # noqa: PLW1509 - `up` starts everything from its only thread
+                preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - `up` starts everything from its only thread
                 start_new_session=True,
             )
         child = Child(name, process, path)

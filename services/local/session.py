@@ -88,7 +88,7 @@ def child_environment() -> dict[str, str]:
 
 
 class Session:
-    """See the module. `asked` grows when somebody asks us to stop (up.stop_requests)."""
+    """See the module. `asked` grows when somebody asks us to stop (signals)."""
 
     def __init__(
         self, plan: Plan, commands: Commands, settings: Settings, console: Console, asked: Sequence[int]

@@ -8,15 +8,13 @@ the first `lagrange up --resume runs/<id>` goes on.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from configs import ConfigError
+from configs.lifetime import signals_noted
 from services.local.plan import only_one, plan_new, plan_resumed, prepare
 from services.local.session import Commands, Session, Settings, own_command
 
@@ -35,7 +33,7 @@ def run(
     0: every step is trained, now or before. 130: stopped by a signal (the run resumes). Else: it failed, and a message
     has said why. Raises ConfigError and CannotStart before anything was started.
     """
-    with stop_requests() as asked:
+    with signals_noted(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as asked:
         if file is not None and resume is None:
             plan = plan_new(file, overrides or {})
         elif resume is not None and file is None:
@@ -54,19 +52,3 @@ def run(
         with only_one(plan.folder):
             prepare(plan)
             return Session(plan, commands, settings or Settings(), console, asked).run()
-
-
-@contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """A list that grows by the signal's number whenever the user or the system asks us to stop."""
-    asked: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        asked.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

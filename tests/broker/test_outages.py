@@ -13,8 +13,9 @@ import redis
 from broker import sentinel
 from broker.errors import BrokerUnavailable, Fenced, NotInitialised, VersionMismatch
 from broker.queue import Broker
-from broker.server import EmbeddedServer, find_server, free_port
+from broker.server import EmbeddedServer, find_server
 from broker.types import PromptCursor, Refused
+from configs.ports import free_port
 from tests.broker.helpers import ENGINE, WORKER, Run, finished, wait_for
 from tests.conftest import RUN, ConfigFactory
 

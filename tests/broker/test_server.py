@@ -16,6 +16,7 @@ from broker.queue import Broker
 from broker.scripts import script
 from broker.server import CannotEmbed, EmbeddedServer
 from broker.types import Refused
+from configs.ports import free_port
 from tests.broker.helpers import ENGINE, WORKER, Run, finished
 from tests.conftest import RUN, ConfigFactory
 
@@ -108,7 +109,7 @@ def test_the_server_ends_with_its_parent(tmp_path: Path) -> None:
 def test_a_server_that_is_away_gives_one_clear_message_in_time(tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(BrokerUnavailable, match=r"did not answer within 0\.2 s"):
-        Broker.connect(f"redis://127.0.0.1:{server.free_port()}", RUN, timeout_s=0.2)
+        Broker.connect(f"redis://127.0.0.1:{free_port()}", RUN, timeout_s=0.2)
     assert time.monotonic() - begin < 5
     with pytest.raises(BrokerUnavailable, match="cannot be used"):
         Broker.connect("http://nonsense", RUN, timeout_s=0.2)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from broker.queue import Broker
-from broker.server import free_port
 from configs.load import save_config
+from configs.ports import free_port
 from configs.schema import RunConfig
 from rollout.main import main
 from tests.broker.helpers import Run

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from configs.ports import free_port
 from tests.trainer_megatron import data
 from tests.trainer_megatron.settings import run_config
 from trainer.background import Worker
 from trainer.batch import MicroBatch
-from trainer.launch import free_port, run_ranks
+from trainer.launch import run_ranks
 from trainer.megatron.checkpoint import (
     TrainingState,
     latest_on_all,

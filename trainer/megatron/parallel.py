@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.load import ConfigError
+from configs.ports import free_port
 from configs.schema import RunConfig
-from trainer.launch import free_port
 from trainer.megatron import compat
 
 
