@@ -2,8 +2,12 @@
 
 Invariant: nothing that PROGRAM started outlives whoever holds the other end of PIPE, however that one dies. SGLang's
 processes ask the kernel to die with their parent, but only once they have imported everything: killed while it starts,
-a server would leave them behind, with gigabytes of memory. Uses the standard library alone and imports nothing of ours.
-It must lead a process group; it ends as PROGRAM does: with the same code, or by the same signal.
+a server would leave them behind, with gigabytes of memory. Nor do its files in shared memory outlive it: SGLang ends
+its own processes by SIGKILL, so that none of them removes its files, and over many restarts the memory would fill. A
+file is removed only if a process of the group was seen to have it mapped, its name is one of NAMES, and the server has
+ended or is about to be killed. Uses the standard library alone and imports nothing of ours.
+It must lead a process group; SIGTERM it hands on to the group, and it ends as PROGRAM does: with the same code, or by
+the same signal.
 """
 
 from __future__ import annotations
@@ -11,12 +15,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 CANNOT_RUN = 127
+LOOK_S = 10.0  # between two looks at what is mapped: a server that has ended by itself can no longer be asked
+SHARED_MEMORY = "/dev/shm/"
+# SGLang's slots for its load, its queues between ranks and its arguments, and multiprocessing's semaphores: each server
+# gives them names of its own. Whatever else it has mapped there may be somebody's, weights for example.
+NAMES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_", "sem.mp-")
 
 
 def main(program: list[str]) -> None:
@@ -29,16 +40,42 @@ def main(program: list[str]) -> None:
         if os.getppid() != guard:
             os.kill(os.getpid(), signal.SIGKILL)
         _execute(program)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the server, which gets it as well: same group
+    files: set[str] = set()
+
+    def hand_on(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        files.update(mapped(os.getpgrp()))
+        os.killpg(0, number)
+
+    signal.signal(signal.SIGTERM, hand_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_until_the_pipe_closes, daemon=True).start()
+    threading.Thread(target=_until_the_pipe_closes, args=(files,), daemon=True).start()
     _, status = os.waitpid(child, 0)
+    remove(files)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     os._exit(os.WEXITSTATUS(status))
+
+
+def mapped(group: int) -> set[str]:
+    """The files of NAMES in shared memory that processes of a process group have mapped."""
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if os.getpgid(int(process.name)) == group:
+                lines = (process / "maps").read_text().splitlines()
+                found.update(line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line)
+    return {path for path in found if path.removeprefix(SHARED_MEMORY).startswith(NAMES)}
+
+
+def remove(files: set[str]) -> None:
+    """Take names away; whoever has such a file mapped keeps it."""
+    for path in list(files):
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
 
 
 def _execute(program: list[str]) -> None:
@@ -51,9 +88,14 @@ def _execute(program: list[str]) -> None:
     os._exit(CANNOT_RUN)
 
 
-def _until_the_pipe_closes() -> None:
-    while os.read(0, 1):
-        pass
+def _until_the_pipe_closes(files: set[str]) -> None:
+    """Look every LOOK_S seconds at what the group has mapped, into `files`; kill it when the pipe closes."""
+    closed = False
+    while not closed:
+        files.update(mapped(os.getpgrp()))
+        closed = bool(select.select([0], [], [], LOOK_S)[0]) and not os.read(0, 1)
+    files.update(mapped(os.getpgrp()))
+    remove(files)
     os.killpg(0, signal.SIGKILL)
 
 

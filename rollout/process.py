@@ -1,8 +1,9 @@
 """One SGLang server as a child process: its log, its end, and that nothing of it is left behind.
 
 Invariant: the server and all its processes are in one process group of their own; `stop` returns with the group gone
-within STOP_S, and the group is killed when this process dies in any way (rollout/guard.py). The API key is in no line
-that is written down: SGLang prints its arguments, key included, at start.
+within STOP_S and a second, and the group is killed when this process dies in any way; either way its files in shared
+memory go too (rollout/guard.py). The API key is in no line that is written down: SGLang prints its arguments, key
+included, at start.
 """
 
 from __future__ import annotations
@@ -83,23 +84,24 @@ class ServerProcess:
         return code
 
     async def stop(self) -> None:
-        """End the server and all its processes: SIGTERM, and SIGKILL after STOP_S seconds."""
+        """End the server and all its processes: SIGTERM, and after STOP_S seconds the guard kills them."""
         if self.exit_code is None:
-            self._signal(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), STOP_S)
-        self._signal(signal.SIGKILL)  # also what the first process left behind
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), 1.0)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()  # the guard hands it on to the group
+            await self._ended_within(STOP_S)
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # which has the guard kill the group
+        await self._ended_within(0.5)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # what the first process left behind, or a guard that hangs
+        await self._ended_within(0.5)
         self._pump.cancel()
         self._output.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         await asyncio.sleep(0)  # the pipes close in the loop's next round, which may be its last
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+    async def _ended_within(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), seconds)
 
     async def _forward(self) -> None:
         while True:
