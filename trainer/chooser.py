@@ -9,12 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from broker.errors import BrokerUnavailable
 from broker.types import PAST_THE_END_MS, Delivery, Refused, Snapshot
-from trainer.ports import Ranks
+
+if TYPE_CHECKING:
+    from trainer.ports import Ranks  # imports torch
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.1
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from broker import delta
 from broker.types import PromptCursor, VersionRecord
 from configs.schema import RunConfig
 from trainer import versions
@@ -69,7 +70,7 @@ class Keeper:
         def announce() -> None:
             if self._config.weights.transport == "delta":
                 versions.write_delta(self._weights, version)
-            record = VersionRecord(version, step, str(folder.absolute()), versions.checksum_of(folder))
+            record = VersionRecord(version, step, str(folder.absolute()), delta.checksum_of(folder))
             self._broker.publish(epoch, record)
             limits = self._config.weights
             versions.remove_old(self._broker, self._weights, limits.keep, limits.update_timeout_s)

@@ -26,6 +26,8 @@ STOP_GRACE_S = 8.0
 """After one rank has ended badly, the others have this long to end by themselves, in seconds; after a signal all have,
 unless LAGRANGE_DRAIN_S says how long a step and a checkpoint may take."""
 
+AGAIN = 1
+"""Exit code of a rank that ended badly and can be started again."""
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a rank that ended well, but before the run did, because it was asked to."""
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -32,19 +33,21 @@ from configs.schema import RunConfig
 from configs.secrets import REDIS_PASSWORD, read_secret
 from trainer.background import Worker
 from trainer.chooser import Doorbell
-from trainer.launch import STOPPED
+from trainer.launch import AGAIN, STOPPED, run_ranks
 from trainer.losses.catalogue import loss_settings, warnings
-from trainer.ports import SavedState
+
+if TYPE_CHECKING:  # they import torch
+    from trainer.loop import Trainer
+    from trainer.megatron.policy import PolicyModel
+    from trainer.ports import SavedState
 
 log = structlog.get_logger()
 
-AGAIN, USAGE, FATAL, NO_REDIS = 1, 2, 3, 4
+USAGE, FATAL, NO_REDIS = 2, 3, 4
 
 
 def run(config: RunConfig) -> int:
     """Start all ranks on this machine and wait for them; returns the exit code."""
-    from trainer.launch import run_ranks  # `lagrange` commands import only what they run
-
     configure_logs(config.run.id, "trainer")
     try:
         _check(config)
@@ -153,7 +156,7 @@ class Checkpoints:
     """`CheckpointPort` over trainer.megatron.checkpoint, in the run's folder."""
 
     config: RunConfig
-    policy: object
+    policy: PolicyModel
 
     @property
     def root(self) -> Path:
@@ -174,17 +177,18 @@ class Checkpoints:
             epoch=state.epoch,
         )
         keep = self.config.trainer.checkpoint.keep
-        return stage_checkpoint(self.policy, self.root, kept, keep=keep)  # type: ignore[arg-type]
+        return stage_checkpoint(self.policy, self.root, kept, keep=keep)
 
     def load_newest(self) -> SavedState | None:
         """See the port."""
         from trainer.megatron.checkpoint import latest_on_all, load_checkpoint
+        from trainer.ports import SavedState
 
         # One rank looks for all: reading every checksum on each would take as long as loading, and ranks must agree.
-        folder = latest_on_all(self.policy.parallel, self.root)  # type: ignore[attr-defined]
+        folder = latest_on_all(self.policy.parallel, self.root)
         if folder is None:
             return None
-        state = load_checkpoint(self.policy, folder)  # type: ignore[arg-type]
+        state = load_checkpoint(self.policy, folder)
         if state.config_hash != config_hash(self.config):
             log.warning("resumed under another configuration", checkpoint=str(folder))
         cursor = PromptCursor(state.prompt_cursor, tuple(state.extra.get("open", ())))
@@ -223,13 +227,13 @@ def _stop_on_signal(rank: int) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _keep_alive(broker: Broker, trainer: object, interval_s: float) -> Iterator[None]:
+def _keep_alive(broker: Broker, trainer: Trainer, interval_s: float) -> Iterator[None]:
     """Renew the trainer's lease while a long step computes; on the rank that holds it."""
     ended = threading.Event()
 
     def renew() -> None:
         while not ended.wait(interval_s):
-            epoch = trainer.progress.epoch  # type: ignore[attr-defined]
+            epoch = trainer.progress.epoch
             if epoch < 0:
                 continue
             try:

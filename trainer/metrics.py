@@ -33,7 +33,7 @@ class JsonLines:
     def __init__(self, path: Path, resume_step: int) -> None:
         """Open `path`, first dropping records of steps beyond `resume_step` and a torn last line."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if _step_of(line) is not None and (_step_of(line) or 0) <= resume_step]
+        kept = [line for line in _lines(path) if (step := _step_of(line)) is not None and step <= resume_step]
         aside = path.with_suffix(".tmp")
         aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         aside.replace(path)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from broker.types import (
@@ -30,7 +29,9 @@ from trainer.batch import MicroBatch
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, log_probs float32 [T], entropy float32 [T]) -> (scalar loss, named tensors to report).
 
-The loss is this micro-batch's additive share of the step's loss, already divided by the global denominators."""
+log_probs carry a gradient; the entropy carries one only if forward_backward was asked for it. The loss is this
+micro-batch's additive share of the step's loss: already divided by the step's global denominator.
+"""
 
 
 class Scores(Protocol):
@@ -45,10 +46,6 @@ class Scores(Protocol):
 class Replay(Protocol):
     """What routing replay did in one forward_backward (trainer.megatron.policy.ReplayMetrics)."""
 
-    @property
-    def replayed_rows(self) -> int: ...
-    @property
-    def own_rows(self) -> int: ...
     @property
     def overlap(self) -> float | None: ...
 
@@ -73,13 +70,9 @@ class Ranks(Protocol):
     """The ranks of one trainer (trainer.megatron.parallel.Parallel)."""
 
     @property
-    def rank(self) -> int: ...
-    @property
     def data_rank(self) -> int: ...
     @property
     def data_size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
     @property
     def is_main(self) -> bool: ...
     def sum_over_data(self, values: Tensor) -> Tensor: ...

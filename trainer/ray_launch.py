@@ -22,12 +22,9 @@ from configs.lifetime import signals_noted
 from configs.load import ConfigError
 from configs.ports import free_port
 from configs.schema import RunConfig
-from trainer.launch import PARENT, outcome, stop_seconds
+from trainer.launch import AGAIN, PARENT, outcome, stop_seconds
 
 log = structlog.get_logger()
-
-AGAIN = 1
-"""The exit code of a rank that asks to be started again (trainer.main)."""
 
 _POLL_S = 0.2
 _LOST = 128 + signal.SIGKILL

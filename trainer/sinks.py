@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from configs.load import ConfigError
@@ -66,7 +65,7 @@ class WandB:
 
     def __init__(self, config: RunConfig) -> None:
         module = _needed("wandb", "wandb", "wandb")
-        folder = Path(config.run.folder)
+        folder = config.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = module.init(
             mode="offline",

@@ -1,4 +1,4 @@
-"""Folders of published weights: names, checksum, and which may go.
+"""Folders of published weights: names, and which may go.
 
 Invariant: a folder is removed only after its version was forgotten in the registry, and never while it is among the
 newest that the configuration keeps, an engine serves it, or an engine may be loading it. A lease needs no folder: what
@@ -7,7 +7,6 @@ it samples comes from the engine's memory, and an engine that loads again takes 
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Collection, Iterable, Sequence
@@ -28,11 +27,6 @@ _NAME = re.compile(r"^v(\d{6,})$")
 def folder_of(root: Path, version: int) -> Path:
     """root/v000123."""
     return root / f"v{version:06d}"
-
-
-def checksum_of(folder: Path) -> str:
-    """SHA-256 of the folder's manifest, which vouches for every file in it."""
-    return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
 
 def versions_on_disk(root: Path) -> list[int]:

@@ -11,9 +11,10 @@ import sys
 from configs.lifetime import signals_noted
 
 CHILD = "import os, sys, time; from configs.lifetime import die_with; die_with(int(sys.argv[1]));"
+SLEEPER = CHILD + "print('lives', flush=True); time.sleep(60)"
 PARENT = f"""
 import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {CHILD + 'print("lives", flush=True); time.sleep(60)'!r}, str(os.getpid())])
+subprocess.Popen([sys.executable, "-c", {SLEEPER!r}, str(os.getpid())])
 sys.stdin.read()
 os.kill(os.getpid(), 9)
 """

@@ -295,10 +295,10 @@ def dotted(tree: dict[str, Any], *leaves: str, prefix: str = "") -> list[str]:
     return names
 
 
-def test_no_command_but_the_trainer_imports_torch() -> None:
+def test_no_command_but_the_ranks_of_the_trainer_imports_torch() -> None:
     code = (
         "import sys, services.commands, configs.check;"
-        "import services.local.up, services.local.session, services.local.tiny_model;"
+        "import services.local.up, services.local.session, services.local.tiny_model, trainer.main;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -14,7 +14,7 @@ import torch
 from tests.conftest import ConfigFactory
 from trainer.main import Checkpoints
 from trainer.megatron import checkpoint
-from trainer.megatron.checkpoint import TrainingState, latest, save_checkpoint, take_over
+from trainer.megatron.checkpoint import TrainingState, latest, stage_checkpoint, take_over
 from trainer.megatron.optimizer_state import optimizer_part, restore_optimizer_part
 from trainer.tensor_file import save_tensors
 
@@ -36,7 +36,7 @@ def policy(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def save(policy: Any, root: Path, step: int, keep: int) -> None:
-    save_checkpoint(policy, root, TrainingState(step, step, (), 0, "hash"), keep=keep)
+    stage_checkpoint(policy, root, TrainingState(step, step, (), 0, "hash"), keep=keep)()
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -83,7 +83,8 @@ def test_one_rank_looks_for_the_checkpoint_that_all_resume_from(
 
     monkeypatch.setattr(checkpoint, "latest", not_here)
     monkeypatch.setattr(checkpoint, "load_checkpoint", load)
-    state = Checkpoints(make_config(), SimpleNamespace(parallel=parallel)).load_newest()
+    policy: Any = SimpleNamespace(parallel=parallel)
+    state = Checkpoints(make_config(), policy).load_newest()
     assert state is not None
     assert (state.step, loaded) == (7, [tmp_path / "step-00000007"])
 
@@ -103,7 +104,7 @@ def test_a_trainer_that_was_taken_over_finishes_no_checkpoint_wherever_it_slept(
 
     monkeypatch.setattr(owner, moment, slept)
     with pytest.raises(OSError, match=r"taken over|No such file"):
-        save_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=1), keep=3)
+        stage_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=1), keep=3)()
     monkeypatch.undo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch", "step-00000020"]
 
@@ -123,10 +124,10 @@ def test_of_checkpoints_that_were_set_aside_the_newest_stays_once_a_later_one_is
 ) -> None:
     for epoch, steps in ((9, (20, 30, 40)), (10, (30, 50))):  # by their names epoch 10 would come before epoch 9
         for step in steps:
-            save_checkpoint(policy, tmp_path, TrainingState(step, step, (), 0, "hash", epoch=epoch - 1), keep=9)
+            stage_checkpoint(policy, tmp_path, TrainingState(step, step, (), 0, "hash", epoch=epoch - 1), keep=9)()
         take_over(tmp_path, epoch, 20)
     assert len(list(tmp_path.glob("superseded-*-by-10"))) == 2  # none goes before there is a later one
-    save_checkpoint(policy, tmp_path, TrainingState(60, 60, (), 0, "hash", epoch=10), keep=9)
+    stage_checkpoint(policy, tmp_path, TrainingState(60, 60, (), 0, "hash", epoch=10), keep=9)()
     assert [path.name for path in tmp_path.glob("superseded-*")] == ["superseded-step-00000050-by-10"]
 
 
@@ -137,7 +138,7 @@ def test_a_copy_under_another_name_is_no_checkpoint(policy: Any, tmp_path: Path,
     assert latest(tmp_path) is None
     assert take_over(tmp_path, 2, 0) == []
     for step in (41, 42, 43):
-        save_checkpoint(policy, tmp_path, TrainingState(step, step, (), 0, "hash", epoch=2), keep=2)
+        stage_checkpoint(policy, tmp_path, TrainingState(step, step, (), 0, "hash", epoch=2), keep=2)()
     assert (tmp_path / name / "manifest.json").is_file()
     assert sorted(path.name for path in tmp_path.glob("step-0000004[1-3]")) == ["step-00000042", "step-00000043"]
 
@@ -154,7 +155,7 @@ def test_a_successor_writes_beside_one_of_the_same_step(policy: Any, tmp_path: P
     take_over(tmp_path, 1, 0)
     stale = checkpoint.stage_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=1), keep=3)
     take_over(tmp_path, 2, 0)
-    save_checkpoint(policy, tmp_path, TrainingState(40, 41, (), 0, "hash", epoch=2), keep=3)
+    stage_checkpoint(policy, tmp_path, TrainingState(40, 41, (), 0, "hash", epoch=2), keep=3)()
     with pytest.raises(OSError, match="epoch 2 has taken over from that of epoch 1"):
         stale()
     found = latest(tmp_path)
@@ -171,7 +172,7 @@ def test_a_file_that_names_no_owner_is_one_error_and_the_next_start_writes_it_an
     with pytest.raises(OSError, match=r"could not be written: .*epoch does not name the trainer"):
         save(policy, tmp_path, 40, keep=3)
     take_over(tmp_path, 2, 20)
-    save_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=2), keep=3)
+    stage_checkpoint(policy, tmp_path, TrainingState(40, 40, (), 0, "hash", epoch=2), keep=3)()
     found = latest(tmp_path)
     assert found is not None
     assert found.name == "step-00000040"

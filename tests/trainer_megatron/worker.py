@@ -32,7 +32,6 @@ from trainer.megatron.checkpoint import (
     TrainingState,
     latest_on_all,
     load_checkpoint,
-    save_checkpoint,
     stage_checkpoint,
 )
 from trainer.megatron.parallel import gather_bytes, parallel
@@ -187,7 +186,7 @@ def stage_alone(policy: PolicyModel, root: str) -> Named:
 def save(policy: PolicyModel, root: str, step: int, keep: int = 2) -> Named:
     """Save a checkpoint; how long it took, in seconds."""
     began = time.perf_counter()
-    save_checkpoint(policy, Path(root), TrainingState(step, step, (1, 2, step), 7, "hash"), keep=keep)
+    stage_checkpoint(policy, Path(root), TrainingState(step, step, (1, 2, step), 7, "hash"), keep=keep)()
     return {"seconds": torch.tensor(time.perf_counter() - began)}
 
 

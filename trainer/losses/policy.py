@@ -83,7 +83,7 @@ def gspo_token(tokens: Tokens, settings: LossSettings, context: StepContext) -> 
     log_s = spread(sequence_mean(tokens.log_ratio.detach(), tokens), tokens)
     r = ratio(log_s) * torch.exp(tokens.log_probs - tokens.log_probs.detach())
     low, high = torch.full_like(r, 1 - settings.clip_low), torch.full_like(r, 1 + settings.clip_high)
-    values, cut = clip_min(r, tokens.advantages, low.detach(), high.detach())
+    values, cut = clip_min(r, tokens.advantages, low, high)
     return Objective(values, cut & tokens.active)
 
 

@@ -50,7 +50,6 @@ def prepare(
     settings: LossSettings,
     batches: Sequence[MicroBatch],
     log_probs: Sequence[Tensor] | None,
-    entropy: Sequence[Tensor] | None = None,
     *,
     previous: Gate | None = None,
     sum_over: SumCounts = alone,

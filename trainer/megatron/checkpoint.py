@@ -90,11 +90,6 @@ def stage_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, k
     return write
 
 
-def save_checkpoint(policy: PolicyModel, root: Path, state: TrainingState, *, keep: int) -> Path:
-    """`stage_checkpoint`, written at once."""
-    return stage_checkpoint(policy, root, state, keep=keep)()
-
-
 def layout_of(policy: PolicyModel) -> dict[str, Any]:
     """What must be equal for a bit-for-bit resume."""
     trainer = policy.config.trainer

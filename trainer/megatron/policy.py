@@ -20,16 +20,10 @@ from configs.schema import RunConfig
 from trainer.batch import MicroBatch
 from trainer.megatron.model_config import ModelShape, read_model_shape
 from trainer.megatron.parallel import Parallel
+from trainer.ports import LossFunction
 
 if TYPE_CHECKING:
     from trainer.megatron.model import Parts
-
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, log_probs float32 [T], entropy float32 [T]) -> (scalar loss, named tensors to report).
-
-log_probs carry a gradient; the entropy carries one only if forward_backward was asked for it. The loss is this
-micro-batch's additive share of the step's loss: already divided by the step's global denominator.
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,20 +68,16 @@ class PolicyModel:
         self._reference = [p.detach().to("cpu", copy=True) for p in parts.gpt.parameters()] if wanted else None
 
     @classmethod
-    def create(
-        cls, config: RunConfig, parallel: Parallel, model_folder: Path, *, dense_ok: bool | None = None
-    ) -> PolicyModel:
+    def create(cls, config: RunConfig, parallel: Parallel, model_folder: Path) -> PolicyModel:
         """Build the model that model_folder/config.json describes, load its weights, make the optimizer.
 
-        Call inside `parallel.parallel`. dense_ok: go on when the model has no experts; default: unless
-        trainer.routing_replay is "required". Raises ConfigError when model and layout do not fit, or for a model family
-        that is not known.
+        Call inside `parallel.parallel`. Raises ConfigError when model and layout do not fit, for a model family that is
+        not known, and for a dense model where trainer.routing_replay is "required".
         """
         from trainer.megatron.model import build  # after compat.install, which `parallel` calls
 
         shape = read_model_shape(model_folder)
-        allowed = config.trainer.routing_replay != "required" if dense_ok is None else dense_ok
-        if not shape.experts and not allowed:
+        if not shape.experts and config.trainer.routing_replay == "required":
             raise ConfigError(
                 f"trainer.routing_replay is required, but {model_folder} is a dense model without experts. "
                 "Set trainer.routing_replay: available (or off)."

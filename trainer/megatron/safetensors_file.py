@@ -1,7 +1,7 @@
 """Safetensors files, written tensor by tensor, and the manifest that vouches for them.
 
 Invariant: a folder with a manifest.json that `verify_manifest` accepts holds exactly the bytes that were written. No
-torch, so that the services that read weights can use it.
+torch.
 
 manifest.json: {"format": 1, "algorithm": "sha256", "files": {name: {"bytes", "sha256"}},
 "tensors": {name: {"dtype", "shape", "file", "sha256"}}}; a tensor's checksum is of its raw little-endian bytes.

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors import safe_open
 from torch import Tensor
 
@@ -111,8 +112,6 @@ def shard_of(rule: Rule) -> Shard:
 
 def parameters(model: Any, shape: ModelShape) -> Iterator[tuple[Any, Rule]]:
     """The parameters of an unwrapped GPTModel with their rules, in the same order on all ranks of one stage."""
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
     layer_offset = get_transformer_layer_offset(model.config)
     expert_offset = 0
     if shape.experts:
