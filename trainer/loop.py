@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn
 
 import structlog
 import torch
@@ -82,8 +82,10 @@ class Trainer:
         self.route_shape, self.vocabulary = route_shape, vocabulary
         self.progress = Progress()
         self._traces = traces
-        self._make_sink, self._sink = sink, cast(MetricsSink | None, None)
+        self._make_sink = sink
+        self._sink: MetricsSink | None = None
         self._stop, self._clock, self._wall, self._pause = stop, clock, wall, pause
+        self._began = clock()
         self._keeper = Keeper(
             config,
             broker=broker,
@@ -133,6 +135,7 @@ class Trainer:
             if saved.extra.get("gate"):
                 p.gate = Gate(*saved.extra["gate"])
         p.began = float(saved.extra.get("began", self._wall())) if saved else self._wall()
+        self._began = self._clock() - max(0.0, self._wall() - p.began)
         named: list[int] = []
         if self.ranks.is_main:
             state = self.broker.attach_trainer(
@@ -193,7 +196,7 @@ class Trainer:
         if chosen is None:
             return False
         choice, share, groups = chosen
-        fetched_ns = int(1e9 * self._wall())
+        fetched_ns, fetched = int(1e9 * self._wall()), watch.total
         bound = self._check_bound(groups)
         with watch.measure("pack_s"):
             samples = samples_of(groups, self.settings, self.ranks)
@@ -208,14 +211,15 @@ class Trainer:
         contexts = contexts_of(choice, share, groups, self._sum) if traced else []
         self._record(choice, filtered, {i: int(n) for i, n in enumerate(lags) if n}, record, watch)
         if any(contexts) and self.ranks.is_main:
-            write_spans(self._traces, contexts, choice, filtered, self._done(watch, fetched_ns))
+            write_spans(self._traces, contexts, choice, filtered, self._done(watch, fetched_ns, fetched))
         return True
 
-    def _done(self, watch: Stopwatch, fetched_ns: int) -> Step:
-        """The step that was just recorded, for its spans."""
+    def _done(self, watch: Stopwatch, fetched_ns: int, fetched: float) -> Step:
+        """The step that was just recorded, for its spans. fetched: seconds of the watch at fetched_ns."""
         p = self.progress
         published = p.version if p.published == p.version else -1
-        return Step(p.step, p.version, published, p.epoch, watch.seconds, fetched_ns, int(1e9 * self._wall()))
+        ended_ns = fetched_ns + int(1e9 * (watch.total - fetched))  # the system's clock may be set during a step
+        return Step(p.step, p.version, published, p.epoch, watch.seconds, fetched_ns, ended_ns)
 
     def _choose(self, watch: Stopwatch) -> tuple[Choice, Share, list[Group]] | None:
         """A batch that every rank could read; groups that cannot be read are rejected and the rest is chosen anew."""
@@ -344,7 +348,7 @@ class Trainer:
             entry["groups"] = entry.get("groups", 0) + 1
         for entry in record["by_lag"].values():
             entry.setdefault("groups", 0)
-        record |= {"step": p.step + 1, "version": p.version + 1, "time_s": self._wall() - p.began}
+        record |= {"step": p.step + 1, "version": p.version + 1, "time_s": self._clock() - self._began}
         if self.ranks.is_main:
             outcomes = [Outcome(d.group_id, f) for d, f in zip(choice.deliveries, filtered, strict=True)]
             shown = record | watch.seconds | self._speed(record, watch)
@@ -352,6 +356,7 @@ class Trainer:
         p.consumed.extend(d.group_id for d in choice.deliveries)
         p.step, p.version = p.step + 1, p.version + 1
         bind_version(p.version)
+        p.began = self._wall() - record["time_s"]  # for a checkpoint; the system's clock may have been set meanwhile
         publish, save = self._keeper.due(p, choice.asked)
         if publish:
             self._keeper.publish(p, watch)

@@ -16,7 +16,8 @@ class RunFailed(Exception):
 @dataclass(slots=True)
 class Progress:
     """Where this trainer is. version: of the weights it holds. published, checkpointed: the newest version and step
-    that were handed in to be written. consumed: groups trained since the last checkpoint that was handed in."""
+    that were handed in to be written. consumed: groups trained since the last checkpoint that was handed in. began:
+    when the run began, in seconds since the epoch as the system's clock was set at the last step."""
 
     epoch: int = -1
     step: int = 0

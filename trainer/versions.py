@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import structlog
@@ -52,7 +53,8 @@ def needed_by(engine: EngineRecord, published: Sequence[VersionRecord], update_m
     if engine.state not in BUSY:
         return needed
     earliest = engine.since_ms - update_ms
-    first = max((r.version for r in published if r.published_ms <= earliest), default=-1)
+    rising = sorted(published, key=lambda r: r.version)  # their times may not rise: clocks are set back
+    first = max((r.version for r in takewhile(lambda r: r.published_ms <= earliest, rising)), default=-1)
     return needed | {r.version for r in published if r.version >= first}
 
 

@@ -98,6 +98,26 @@ def test_every_record_holds_the_promised_keys_and_is_plain_json(config: Any, han
     assert handle.snapshot().metrics["step"] == 6
 
 
+@pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
+def test_a_system_clock_that_is_set_changes_no_duration(config: Any, handle: Broker, jump_s: float) -> None:
+    wall = [1_700_000_000.0]
+    checkpoints, policy = MemoryCheckpoints(), BigramPolicy()
+
+    def step_on(step: int) -> bool:
+        if step == 2:
+            wall[0] += jump_s
+        return False
+
+    policy.poison = step_on
+    options = {"wall": lambda: wall[0], "policy": policy}
+    trainer_of(config, handle, World(config, handle), checkpoints, **options).run()
+    times = [record["time_s"] for record in records(config)]
+    assert times == sorted(times)
+    assert 0 < times[0] < times[-1] < 3600
+    # What the next trainer counts on from is by the clock as it is set now.
+    assert abs(wall[0] - times[-1] - checkpoints.kept[-1][0].extra["began"]) < 1e-3
+
+
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
 def test_no_token_is_trained_beyond_the_bound_and_the_bound_is_used(
     redis_url: str, make_config: ConfigFactory, max_lag: int

@@ -28,6 +28,11 @@ def test_weights_that_an_engine_may_be_loading_stay(state: EngineState) -> None:
     assert needed_by(engine(state, -1, 500), PUBLISHED, 2000) == {1, 2, 3, 4, 5, 6, 7, 8}
 
 
+def test_weights_that_an_engine_may_be_loading_stay_although_the_clock_of_redis_was_set_back_meanwhile() -> None:
+    set_back = [VersionRecord(v, v, f"/v{v}", "", published_ms=1000 * v - 900_000 * (v > 5)) for v in range(1, 9)]
+    assert needed_by(engine(EngineState.UPDATING, 2, 5500), set_back, 2000) == {2, 3, 4, 5, 6, 7, 8}
+
+
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(1, 5))
 def test_what_goes_is_neither_in_use_nor_among_the_newest(on_disk: set[int], in_use: set[int], keep: int) -> None:
     gone = removable(on_disk, in_use, keep)
