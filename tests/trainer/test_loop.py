@@ -109,8 +109,7 @@ def test_a_system_clock_that_is_set_changes_no_duration(config: Any, handle: Bro
         return False
 
     policy.poison = step_on
-    options = {"wall": lambda: wall[0], "policy": policy}
-    trainer_of(config, handle, World(config, handle), checkpoints, **options).run()
+    trainer_of(config, handle, World(config, handle), checkpoints, policy=policy, wall=lambda: wall[0]).run()
     times = [record["time_s"] for record in records(config)]
     assert times == sorted(times)
     assert 0 < times[0] < times[-1] < 3600
