@@ -14,8 +14,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -151,11 +151,11 @@ class EmbeddedServer:
             raise CannotEmbed(f"port {self.port} is in use. Set redis.port to another one, or to 0 for a free one.")
         with (self.folder / "redis.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "broker.server", str(os.getpid()), *self._command],
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=Path(__file__).parent.parent,
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # noqa: PLW1509 - takes no lock
             )
         end = time.monotonic() + timeout_s
         client = redis.Redis(port=self.port, password=self._password, socket_timeout=1, socket_connect_timeout=1)
@@ -226,13 +226,3 @@ def _quoted(text: str) -> str:
         raise CannotEmbed("a path or password of the embedded Redis contains a line break")
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _become(parent: int, arguments: list[str]) -> None:
-    """Turn this process into the server; the kernel ends it when its parent ends (Linux)."""
-    die_with(parent, signal.SIGTERM)
-    os.execv(arguments[0], arguments)
-
-
-if __name__ == "__main__":
-    _become(int(sys.argv[1]), sys.argv[2:])
