@@ -1,0 +1,1 @@
+"""Rollouts: engines that sample, workers that draw groups from them, tasks, rewards and evaluations."""

@@ -1,4 +1,4 @@
-"""Waiting for Redis at the start of a process.
+"""The start of a process of rollouts: it can be told to stop, and waits for Redis.
 
 Invariant: being told to stop ends the waiting at once.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from functools import partial
 
 import structlog
@@ -17,6 +18,14 @@ from configs.schema import RunConfig
 from rollout.threads import in_thread
 
 LOG = structlog.get_logger()
+
+
+def stop_on_signal() -> asyncio.Event:
+    """What SIGTERM and SIGINT set from now on; to be called in the event loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 async def connect_broker(config: RunConfig, password: str | None, stop: asyncio.Event) -> Broker | None:

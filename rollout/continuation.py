@@ -85,7 +85,7 @@ def join(partial: Sample | None, rest: Sample, prompt: int) -> Sample:
     return Sample(
         token_ids=np.concatenate([partial.token_ids, rest.token_ids]),
         log_probs=np.concatenate([partial.log_probs, rest.log_probs]),
-        versions=_join_runs(partial.versions, rest.versions, kept),
+        versions=join_runs(partial.versions, rest.versions),
         routes=_join_routes(partial, rest, prompt + kept - 1),
         routes_start=partial.routes_start,
         finish=rest.finish,
@@ -93,10 +93,16 @@ def join(partial: Sample | None, rest: Sample, prompt: int) -> Sample:
     )
 
 
-def _join_runs(first: tuple[VersionRun, ...], second: tuple[VersionRun, ...], offset: int) -> tuple[VersionRun, ...]:
+def join_runs(
+    first: tuple[VersionRun, ...], second: tuple[VersionRun, ...], between: int = 0
+) -> tuple[VersionRun, ...]:
+    """The version runs of two parts of a response. between: tokens that no engine sampled, which count to `first`."""
     runs = list(first)
+    if runs:
+        runs[-1] = replace(runs[-1], length=runs[-1].length + between)
+    offset = runs[-1].start + runs[-1].length if runs else 0
     for run in second:
-        if runs[-1].version == run.version:
+        if runs and runs[-1].version == run.version:
             runs[-1] = replace(runs[-1], length=runs[-1].length + run.length)
         else:
             runs.append(replace(run, start=run.start + offset))

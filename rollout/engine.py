@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -34,7 +33,7 @@ from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
 from rollout.checkpoint import Checkpoint, read_checkpoint
 from rollout.client import EngineBusy, EngineClient, EngineDropped, EngineError, EngineTimeout, EngineUnreachable
 from rollout.command import Launch, engine_launch, key_file_text
-from rollout.connect import connect_broker
+from rollout.connect import connect_broker, stop_on_signal
 from rollout.diagnosis import Diagnosis, diagnose
 from rollout.local_copy import Keeper
 from rollout.ports import LEFT, EngineRegistry
@@ -305,10 +304,7 @@ def main(config: RunConfig, index: int) -> int:
 
 
 async def _serve(plan: Plan, config: RunConfig, password: str | None, replan: Callable[[], Plan] | None) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_on_signal()
     broker = await connect_broker(config, password, stop)
     return 0 if broker is None else await Supervisor(plan, config, broker, replan).run(stop)
 

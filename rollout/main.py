@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 import socket
 from dataclasses import dataclass
 
@@ -23,9 +22,9 @@ from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
 from rollout.checkpoint import Checkpoint, read_checkpoint
 from rollout.client import EngineClient
 from rollout.codec import Codec, FileCodec
-from rollout.connect import connect_broker
+from rollout.connect import connect_broker, stop_on_signal
 from rollout.rewards import make_judge
-from rollout.rewards.pool import PoolLimits, child_environment
+from rollout.rewards.pool import PoolLimits
 from rollout.rewards.shaping import Shaping
 from rollout.samples import SampleLog
 from rollout.tasks import Task, make_task
@@ -88,10 +87,7 @@ def worker_parts(config: RunConfig) -> Parts:
 
 
 async def _serve(config: RunConfig, index: int, parts: Parts, traces: Traces) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_on_signal()
     broker = await connect_broker(config, parts.password, stop)
     if broker is None:
         return 0
@@ -114,10 +110,7 @@ async def _serve(config: RunConfig, index: int, parts: Parts, traces: Traces) ->
             parts.task,
             seed=config.run.seed,
             parameters=config.task.parameters,
-            limits=PoolLimits(
-                config.rollout.reward_processes, config.rollout.reward_timeout_s, config.rollout.reward_memory_mb
-            ),
-            environment=child_environment(os.environ),
+            limits=PoolLimits.of(config.rollout),
         ),
     )
     gc.freeze()  # what was imported stays: no collection need look at it again

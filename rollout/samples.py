@@ -1,7 +1,7 @@
 """Some trajectories for people to read: runs/<id>/samples/<worker>.jsonl.
 
 Invariant: bounded in time (PER_VERSION groups of each version), in width (SAMPLES samples of TEXT characters) and on
-disk (two files of KEPT groups); what cannot be written is counted and never costs a group.
+disk (two files of KEPT groups).
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class SampleLog:
         self._path, self._codec = path, codec
         self._version, self._written = -1, 0
         self._lines = -1  # of the file; -1: not looked at yet
-        self.failures = 0
 
     def note(self, group: Group, newest: int = -1) -> bool:
-        """Write the group if its version has not had its share; whether it was written.
+        """Write the group if its version has not had its share; whether it was written. Raises OSError.
 
         newest: version that engines serve by now; -1: unknown.
         """
@@ -43,12 +42,8 @@ class SampleLog:
         if version > self._version:
             self._version, self._written = version, 0
         self._written += 1
-        try:
-            lag = {"lag": newest - version} if newest >= version >= 0 else {}
-            self._write(json.dumps(readable(group, self._codec) | lag, ensure_ascii=False))
-        except OSError:
-            self.failures += 1
-            return False
+        lag = {"lag": newest - version} if newest >= version >= 0 else {}
+        self._write(json.dumps(readable(group, self._codec) | lag, ensure_ascii=False))
         return True
 
     def _write(self, line: str) -> None:

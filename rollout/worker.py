@@ -8,8 +8,6 @@ the run is finished, or when it is told to.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from typing import TypeVar
 
 import structlog
 
-from broker.errors import BrokerError
 from broker.traces import NO_TRACES, Span, Traces
 from broker.types import (
     PAST_THE_END_MS,
@@ -31,6 +28,7 @@ from broker.types import (
     check_group,
 )
 from configs.schema import RunConfig
+from rollout.admission import UNAVAILABLE, Admission, Admitted
 from rollout.agents.endpoint import Endpoint
 from rollout.agents.play import play_agents
 from rollout.agents.types import AgentTask
@@ -54,10 +52,7 @@ from rollout.threads import in_thread
 
 LOG = structlog.get_logger()
 T = TypeVar("T")
-FIRST_WAIT_S = {"bound": 0.01, "engine": 0.1}  # after a refusal, by reason; 0.25 for any other
-LONGEST_WAIT_S = {"bound": 0.1, "engine": 0.5}  # the wait grows up to this; 2.0 for any other
 RELEASE_S = 3.0  # SIGTERM ends the worker within 5 s; so long it may take to hand its tickets back
-UNAVAILABLE = (BrokerError, TimeoutError)
 
 
 @dataclass(slots=True)
@@ -107,12 +102,13 @@ class Worker:
         self._broker_s = 3 * config.redis.timeout_s
         self._sampling = Sampling(config.rollout.temperature, config.rollout.max_new_tokens, checkpoint.stop_ids)
         self._pool = EnginePool(broker, connect, self._broker_s)
+        self._admission = Admission(
+            name, config, broker=broker, pool=self._pool, prompts=self._prompts, counters=self.counters
+        )
         self._endpoint = Endpoint()
         self._curriculum = Curriculum(config.task.curriculum, config.run.seed, broker, self._broker_s)
         self._held: dict[int, Held] = {}
-        self._asking: asyncio.Task[Ticket | Refused] | None = None
         self._past_the_end_ms = -1
-        self._free = asyncio.Semaphore(config.rollout.concurrent_groups)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until the run is finished or `stop` is set, then hand back what is still held."""
@@ -134,82 +130,27 @@ class Worker:
             await self._judge.close()
             await self._pool.close()
 
-    # --- admission
-
     async def _work(self) -> None:
         """Take tickets until the run is finished, and see the last groups through."""
-        while (admitted := await self._admission()) is not None:
-            ticket, engine, asked_ns = admitted
-            task = asyncio.create_task(self._group(ticket, engine, asked_ns))
-            self._held[ticket.group_id] = Held(task)
-            task.add_done_callback(partial(self._done, ticket.group_id))
+        while (admitted := await self._admission.next()) is not None:
+            task = asyncio.create_task(self._group(admitted))
+            self._held[admitted.ticket.group_id] = Held(task)
+            task.add_done_callback(partial(self._done, admitted.ticket.group_id))
         if self._held:
             await asyncio.wait([held.task for held in self._held.values()])
 
     def _done(self, group_id: int, task: asyncio.Task[None]) -> None:
         self._held.pop(group_id, None)  # not renewed any more: after a fault the lease expires, the prompt comes again
-        self._free.release()
+        self._admission.ended()
         if not task.cancelled() and (error := task.exception()) is not None:
             self.counters.add("worker_faults")
             LOG.error("a group ended by a fault of the worker", group=group_id, exc_info=error)
 
-    async def _admission(self) -> tuple[Ticket, EngineRecord, int] | None:
-        """Wait for a free place, an engine and the broker's leave; with the time, in ns, at which a place was free.
-
-        None when the run is finished.
-        """
-        await self._free.acquire()
-        asked_ns = time.time_ns()
-        # They fail at once. Past the end of a data set, too, one asks on: a prompt before it may be issued again.
-        if (failures := self._prompts.failures) > 1:
-            began = time.monotonic()
-            await asyncio.sleep(min(0.05 * failures, 2.0))
-            self._waited("prompt", began)
-        newest_refused, last_reason, wait = -1, "", 0.0
-        while True:
-            reason, detail, engine = "engine", "no engine is routable", None
-            try:
-                engine = await self._pool.pick(at_least=newest_refused + 1)
-                if engine is not None:
-                    ask = self._ask(partial(self._broker.admit, self.name, engine.engine_id))
-                    self._asking = asyncio.create_task(ask)
-                    answer = await asyncio.shield(self._asking)  # cancelled or not, a ticket may come of it
-                    if isinstance(answer, Ticket):
-                        return answer, engine, asked_ns
-                    reason, detail = answer.reason, answer.detail
-            except UNAVAILABLE as error:
-                reason, detail = "unavailable", str(error)
-            if reason == "finished":
-                LOG.info("the run is finished", detail=detail)
-                return None
-            if reason == "bound" and engine is not None:
-                newest_refused = engine.version  # a newer engine may be within the bound: ask for one at once
-                if await self._newer(newest_refused):
-                    continue
-            newest_refused = -1
-            wait = min(1.5 * wait, LONGEST_WAIT_S.get(reason, 2.0)) if reason == last_reason else 0.0
-            wait = wait or FIRST_WAIT_S.get(reason, 0.25)
-            if reason not in (last_reason, "bound"):
-                LOG.info("waiting for admission", reason=reason, detail=detail)
-            last_reason = reason
-            began = time.monotonic()
-            await self._pool.changed(wait * random.uniform(0.8, 1.0))
-            self._waited(reason, began)
-
-    def _waited(self, reason: str, began: float) -> None:
-        """Count a wait for admission. began: monotonic seconds."""
-        self.counters.add("admission_wait_seconds", time.monotonic() - began)
-        self.counters.add(f"admission_wait_{reason}_seconds", time.monotonic() - began)
-
-    async def _newer(self, version: int) -> bool:
-        with contextlib.suppress(*UNAVAILABLE):
-            return await self._pool.pick(at_least=version + 1) is not None
-        return False
-
     # --- one group
 
-    async def _group(self, ticket: Ticket, engine: EngineRecord, asked_ns: int) -> None:
+    async def _group(self, admitted: Admitted) -> None:
         """From ticket to submit, fail or release, as a trace."""
+        ticket, engine, asked_ns = admitted.ticket, admitted.engine, admitted.asked_ns
         facts = {"group": ticket.group_id, "prompt": ticket.prompt_index, "attempt": ticket.attempt}
         with self._traces.begin("group", began_ns=asked_ns, engine=engine.engine_id, **facts) as span:
             span.child("admit", began_ns=asked_ns, version=ticket.engine_version).end()
@@ -270,7 +211,10 @@ class Worker:
         rewards = [t.reward for t in group.trajectories]
         await self._curriculum.learns(prompt_ids, rewards)
         if self._samples is not None:
-            self._samples.note(group, self._pool.newest)
+            try:
+                self._samples.note(group, self._pool.newest)
+            except OSError:  # a full disk must not cost the group
+                self.counters.add("groups_not_noted")
         if self.config.task.drop_equal_groups and all_equal(rewards):
             self.counters.add("groups_dropped_equal")
             await self._again(partial(self._broker.drop, group.group_id, self.name, tokens=group.response_tokens))
@@ -387,14 +331,12 @@ class Worker:
         held = dict(self._held)
         for one in held.values():
             one.task.cancel()
-        waiting = {*(one.task for one in held.values()), *([self._asking] if self._asking else [])}
-        if waiting:
+        asking = self._admission.asking
+        if waiting := {*(one.task for one in held.values()), *([asking] if asking else [])}:
             await asyncio.wait(waiting, timeout=1.0)
         tokens = {group_id: one.tokens for group_id, one in held.items()}
-        if self._asking and self._asking.done() and not self._asking.cancelled() and not self._asking.exception():
-            answer = self._asking.result()
-            if isinstance(answer, Ticket):
-                tokens.setdefault(answer.group_id, 0)
+        if (ticket := self._admission.left_behind()) is not None:
+            tokens.setdefault(ticket.group_id, 0)
         calls = [in_thread(partial(self._broker.release, id_, self.name, n), RELEASE_S) for id_, n in tokens.items()]
         results = await asyncio.gather(*calls, return_exceptions=True)
         lost = sum(isinstance(result, BaseException) for result in results)

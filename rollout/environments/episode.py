@@ -20,6 +20,7 @@ import numpy as np
 
 from broker.types import Trajectory, VersionRun
 from rollout.client import InvalidAnswer, Sample
+from rollout.continuation import join_runs
 
 
 class PrefixBroken(InvalidAnswer):
@@ -86,7 +87,7 @@ class Episode:
             ids=(*self.ids, *self.pending, *sample.token_ids.tolist()),
             log_probs=(*self.log_probs, *[0.0] * heard, *sample.log_probs.tolist()),
             mask=(*self.mask, *[False] * heard, *[True] * len(sample.token_ids)),
-            versions=_joined(self.versions, sample.versions, len(self.ids), heard),
+            versions=join_runs(self.versions, sample.versions, heard),
             routes=self.routes if sample.routes is None else (*self.routes, sample.routes),
             rows=self.rows + rows,
             pending=(),
@@ -122,17 +123,3 @@ class Episode:
                 f"{asked.routes_start}"
             )
         return len(sample.routes)
-
-
-def _joined(
-    first: tuple[VersionRun, ...], second: tuple[VersionRun, ...], before: int, heard: int
-) -> tuple[VersionRun, ...]:
-    runs = list(first)
-    if runs and heard:
-        runs[-1] = replace(runs[-1], length=runs[-1].length + heard)
-    for run in second:
-        if runs and runs[-1].version == run.version:
-            runs[-1] = replace(runs[-1], length=runs[-1].length + run.length)
-        else:
-            runs.append(replace(run, start=run.start + before + heard))
-    return tuple(runs)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from broker.types import Trajectory
 from rollout.client import InvalidAnswer
@@ -66,15 +66,11 @@ async def play_group(
     return tuple(trajectory for trajectory in done if trajectory is not None)
 
 
-async def at_once(play: Callable[[], Awaitable[T]], times: int) -> list[T]:
+async def at_once(play: Callable[[], Coroutine[Any, Any, T]], times: int) -> list[T]:
     """What `times` of `play()` give; the first NoEngine or Unanswerable ends all of them and is raised itself."""
-
-    async def one() -> T:
-        return await play()
-
     try:
         async with asyncio.TaskGroup() as group:
-            playing = [group.create_task(one()) for _ in range(times)]
+            playing = [group.create_task(play()) for _ in range(times)]
     except* (NoEngine, Unanswerable) as errors:
         raise errors.exceptions[0] from None
     return [done.result() for done in playing]

@@ -18,7 +18,7 @@ from rollout.codec import FileCodec
 from rollout.evaluation.engine import evaluation_engine
 from rollout.evaluation.run import Plan, check_task, evaluate, result
 from rollout.rewards import make_judge
-from rollout.rewards.pool import PoolLimits, child_environment
+from rollout.rewards.pool import PoolLimits
 from rollout.tasks import make_task
 
 
@@ -48,13 +48,8 @@ async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, versi
     codec, checkpoint = FileCodec(config.model.path), read_checkpoint(config.model.path)
     check_task(task, codec)
     rollout = config.rollout
-    judge = make_judge(
-        task,
-        seed=config.run.seed,
-        parameters=config.task.parameters,
-        limits=PoolLimits(rollout.reward_processes, rollout.reward_timeout_s, rollout.reward_memory_mb),
-        environment=child_environment(os.environ),
-    )
+    limits = PoolLimits.of(rollout)
+    judge = make_judge(task, seed=config.run.seed, parameters=config.task.parameters, limits=limits)
     sampling = Sampling(rollout.temperature, rollout.max_new_tokens, checkpoint.stop_ids)
     plan = Plan(version, prompts, samples, rollout.concurrent_groups)
     try:

@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
-import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,14 +32,14 @@ from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
 from rollout.checkpoint import read_checkpoint
 from rollout.client import EngineClient, InvalidAnswer, Sample, Sampling
 from rollout.codec import FileCodec
-from rollout.connect import connect_broker
+from rollout.connect import connect_broker, stop_on_signal
 from rollout.engines import EnginePool
 from rollout.evaluation.best import hold, keep_best
 from rollout.evaluation.engine import EngineFailed, evaluation_engine, load
 from rollout.evaluation.run import Plan, Superseded, check_task, evaluate, in_words, result
 from rollout.evaluation.served import Engines, OwnEngine, SharedEngines
 from rollout.rewards import Judge, make_judge
-from rollout.rewards.pool import PoolLimits, child_environment
+from rollout.rewards.pool import PoolLimits
 from rollout.tasks import Task, make_task
 from rollout.threads import in_thread
 
@@ -94,9 +92,7 @@ def main(config: RunConfig) -> int:
 
 
 async def _serve(config: RunConfig) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_on_signal()
     broker = await connect_broker(config, read_secret(REDIS_PASSWORD), stop)
     if broker is None:
         return 0
@@ -248,8 +244,5 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, bool]) -> bool:
 
 
 def _prepared(one: EvaluationTask, config: RunConfig) -> tuple[Task, Judge]:
-    rollout = config.rollout
-    task = make_task(one.name, one.seed, one.parameters)
-    limits = PoolLimits(rollout.reward_processes, rollout.reward_timeout_s, rollout.reward_memory_mb)
-    environment = child_environment(os.environ)
-    return task, make_judge(task, seed=one.seed, parameters=one.parameters, limits=limits, environment=environment)
+    task, limits = make_task(one.name, one.seed, one.parameters), PoolLimits.of(config.rollout)
+    return task, make_judge(task, seed=one.seed, parameters=one.parameters, limits=limits)

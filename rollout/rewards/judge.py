@@ -7,10 +7,11 @@ becomes of the code that hangs or crashes is the judge's matter and never the wo
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from rollout.rewards.pool import PoolLimits, ProcessPool, RewardFailed, RewardTimeout
+from rollout.rewards.pool import PoolLimits, ProcessPool, RewardFailed, RewardTimeout, child_environment
 from rollout.rewards.service import ServiceJudge
 from rollout.tasks import Prompt, Response, Task
 from rollout.threads import in_thread
@@ -62,18 +63,16 @@ class PoolJudge:
         await self._pool.close()
 
 
-def make_judge(
-    task: Task, *, seed: int, parameters: Mapping[str, Any], limits: PoolLimits, environment: Mapping[str, str]
-) -> Judge:
+def make_judge(task: Task, *, seed: int, parameters: Mapping[str, Any], limits: PoolLimits) -> Judge:
     """The judge that a task asks for: its `service`, `isolated` processes, else a thread.
 
-    seed, parameters: what the task was made of, since each process makes it again. environment: what the processes get.
+    seed, parameters: what the task was made of, since each process makes it again.
     """
     service = getattr(task, "service", None)
     if service is not None:
         return ServiceJudge(service)
     if getattr(task, "isolated", False):
-        return PoolJudge(ProcessPool(task.name, seed, parameters, limits, environment))
+        return PoolJudge(ProcessPool(task.name, seed, parameters, limits, child_environment(os.environ)))
     return ThreadJudge(task, limits.timeout_s)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from configs.schema import RolloutSection
 from rollout.tasks import Prompt, Response
 
 LENGTH = struct.Struct("<I")
@@ -45,6 +46,11 @@ class PoolLimits:
     processes: int = 2
     timeout_s: float = 10.0
     memory_mb: int = 2048
+
+    @classmethod
+    def of(cls, rollout: RolloutSection) -> PoolLimits:
+        """As configured."""
+        return cls(rollout.reward_processes, rollout.reward_timeout_s, rollout.reward_memory_mb)
 
 
 class ProcessPool:

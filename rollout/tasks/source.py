@@ -7,7 +7,7 @@ malformed row is known before the first sample is drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,7 +77,7 @@ class Source:
     names: tuple[str, ...]
     files: tuple[Rows[Row], ...]
     mixture: Mixture | FiniteMixture
-    skipped: int = field(default=0)
+    skipped: int = 0
 
     @classmethod
     def of(cls, settings: SourceSettings, seed: int, extra: Sequence[str] = ()) -> Source:

@@ -28,7 +28,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if bool(self.text) + bool(self.ids) + bool(self.messages) != 1:
-            raise ValueError("a prompt needs exactly one of text and ids (or messages)")
+            raise ValueError("a prompt needs exactly one of text, ids and messages")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest_asyncio
 
 from rollout.rewards import RewardFailed, RewardTimeout
 from rollout.rewards.judge import PoolJudge, make_judge
-from rollout.rewards.pool import PoolLimits, child_environment
+from rollout.rewards.pool import PoolLimits
 from rollout.tasks import Prompt, Response, make_task
 
 PROMPT = Prompt(text="?", metadata={"answer": "1"})
@@ -31,7 +30,7 @@ async def judge(tmp_path: Path) -> AsyncIterator[PoolJudge]:
     parameters = {"path": str(path), "function": "tests.rewards.hostile:score"}
     task = make_task("function-jsonl", 0, parameters)
     limits = PoolLimits(processes=1, timeout_s=2.0, memory_mb=1024)
-    made = make_judge(task, seed=0, parameters=parameters, limits=limits, environment=child_environment(os.environ))
+    made = make_judge(task, seed=0, parameters=parameters, limits=limits)
     assert isinstance(made, PoolJudge)
     yield made
     await made.close()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from msgspec import structs
 
 from broker.types import Group, Trajectory, VersionRun
@@ -56,8 +57,8 @@ def test_a_log_keeps_a_few_groups_of_each_version_and_no_more_than_two_files(tmp
     assert len(files) == 2
     assert all(len(path.read_text().splitlines()) <= KEPT for path in files)
     blocked = SampleLog(files[0] / "below-a-file" / "w0.jsonl", codec)
-    assert not blocked.note(group(codec, 0))
-    assert blocked.failures == 1
+    with pytest.raises(OSError, match="below-a-file"):
+        blocked.note(group(codec, 0))
 
 
 def test_the_terminal_shows_what_was_said_by_whom_and_how_old_it_is(tmp_path: Path) -> None:

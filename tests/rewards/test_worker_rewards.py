@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from broker.queue import Broker
 from configs.load import ConfigError
 from rollout.codec import FileCodec
 from rollout.rewards import make_judge
-from rollout.rewards.pool import PoolLimits, child_environment
+from rollout.rewards.pool import PoolLimits
 from rollout.tasks import make_task
 from rollout.tasks.prepare import encode_prompt, try_prompt
 from tests.broker.helpers import Run
@@ -82,7 +81,7 @@ async def test_rewards_in_processes_fail_one_by_one_and_never_the_worker(
     parameters = {"path": rows(tmp_path), "function": "tests.rewards.hostile:score", "chat": False}
     task = make_task("function-jsonl", 0, parameters)
     limits = PoolLimits(processes=1, timeout_s=10.0)
-    judge = make_judge(task, seed=0, parameters=parameters, limits=limits, environment=child_environment(os.environ))
+    judge = make_judge(task, seed=0, parameters=parameters, limits=limits)
     worker = make_worker(make_config(), run.broker, folder, task=task)
     worker._judge = judge
     async with working(worker):
