@@ -27,13 +27,17 @@ def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 @contextlib.contextmanager
 def signals_noted(*numbers: signal.Signals) -> Iterator[list[int]]:
-    """Each of these signals that comes goes into the list that is yielded; at the end the handlers are as before."""
+    """Each of these signals that comes goes into the list that is yielded; at the end the handlers are as before.
+
+    A hang-up that is to be ignored since before we started (nohup) is.
+    """
     noted: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         noted.append(number)
 
-    before = {number: signal.signal(number, note) for number in numbers}
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    before = {number: signal.signal(number, note) for number in numbers if not (number == signal.SIGHUP and ignored)}
     try:
         yield noted
     finally:

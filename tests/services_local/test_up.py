@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -62,6 +64,12 @@ class Run:
                 cwd=self.place,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
+
+    @classmethod
+    def of(cls, place: Path, process: subprocess.Popen[bytes]) -> Run:
+        run = cls.__new__(cls)
+        run.place, run.out, run.process = place, place / "out.txt", process
+        return run
 
     @property
     def folder(self) -> Path:
@@ -171,6 +179,56 @@ def test_a_stopped_run_goes_on_in_its_folder(launch: Callable[..., Run]) -> None
     until(lambda: len(run.pids("trainer")) > before, run)
     assert run.finish() == 0, run.text
     assert (run.folder / "model" / "model.safetensors").read_bytes() == model
+
+
+@pytest.mark.parametrize("reader", ["head", "terminal"])
+def test_a_reader_that_goes_away_stops_the_run_in_order_with_its_report(tmp_path: Path, reader: str) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree(tmp_path)))
+    read, write = os.pipe() if reader == "head" else pty.openpty()
+    errors = tmp_path / "out.txt"
+    with errors.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(UP), str(tmp_path / "config.yaml")],
+            stdout=write,
+            stderr=file,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        )
+    os.close(write)
+    os.set_blocking(read, False)
+
+    def seen_for_a_while() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(read, 65536)
+        return everything_started(run)
+
+    run = Run.of(tmp_path, process)
+    try:
+        until(seen_for_a_while, run)
+        os.close(read)
+        if reader == "terminal":
+            process.send_signal(signal.SIGHUP)  # the kernel's, where it is the controlling terminal
+        assert process.wait(timeout=30) == 130, run.text
+        assert run.text == ""
+        assert not [pid for pid in (*run.pids(), *run.redis_pids()) if alive(pid)]
+        assert json.loads((run.folder / "ledger.json").read_text())["status"] == "stopped"
+        assert (run.folder / "report.html").is_file()
+    finally:
+        process.kill()
+        process.wait()
+        until(partial(redis_is_gone, run), run)
+
+
+def test_a_run_that_is_to_outlive_its_terminal_does(launch: Callable[..., Run]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts it
+    try:
+        run = launch("trainer=finish")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    until(lambda: everything_started(run), run)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.finish() == 0, run.text
+    assert "Finished" in run.text
 
 
 def test_killing_up_leaves_no_orphan_not_even_a_grandchild(launch: Callable[..., Run]) -> None:

@@ -1,0 +1,57 @@
+"""Where `lagrange up` writes what people read: a terminal, a file, or a pipe, any of which may go away.
+
+Invariant: no run ends with a traceback, or without its report, because nobody reads it. A reader that is gone for good
+(`| head -1`, a terminal that was closed) is a request to stop; a line that a full disk refuses is left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import TextIO
+
+GONE = (errno.EPIPE, errno.EIO)
+
+
+class Output:
+    """A text stream for rich.Console. gone: called, once, when the reader is."""
+
+    def __init__(self, stream: TextIO, gone: Callable[[], object]) -> None:
+        self._stream, self._gone = stream, gone
+
+    @property
+    def encoding(self) -> str:
+        """Of the stream."""
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Of the stream."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Write what can be written; raises nothing for the rest."""
+        return self._tried(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        """As `write`."""
+        self._tried(self._stream.flush)
+
+    def _tried(self, step: Callable[[], int | None]) -> int:
+        try:
+            return step() or 0
+        except OSError as error:
+            if error.errno in GONE:
+                self._silence()
+                self._gone()
+            return 0
+
+    def _silence(self) -> None:
+        """What is still in the stream's buffer goes nowhere, also when the interpreter ends."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self._stream.fileno())
+        os.close(nothing)
