@@ -63,6 +63,12 @@ class ErrorAnswer(BaseModel):
     error: Problem
 
 
+class State(BaseModel):
+    """Body of /healthz and /readyz: the process works."""
+
+    status: str = Field("ok", examples=["ok"])
+
+
 class Refusal(HTTPException):
     """An answer above 299, raised by handlers."""
 

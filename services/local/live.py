@@ -6,8 +6,8 @@ moment is therefore of one moment. Nothing here reads a clock, a file or Redis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from broker.types import EngineRecord, EngineState, Snapshot
 from services.local.starting import StartLog, duration, start_words
+from services.monitor.figures import capacity, number, wait_share
 from services.options import program
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -156,7 +157,6 @@ def view_of(
             "", "starting", 0, 0, -1, None, (), None, 0, 0, 0, 0, None, None, (), True, "nothing issued", None, facts
         )
     metrics, groups = snapshot.metrics, snapshot.groups
-    lag_mean = number(metrics, "lag_mean")
     return LiveView(
         run=snapshot.run,
         status=snapshot.status,
@@ -165,40 +165,37 @@ def view_of(
         version=snapshot.version,
         reward=number(metrics, "reward_mean"),
         rewards=tuple(condensed(rewards, REWARD_POINTS)),
-        lag=None
-        if lag_mean is None
-        else (int(number(metrics, "lag_min") or 0), lag_mean, int(number(metrics, "lag_max") or 0)),
+        lag=lag_of(metrics),
         max_lag=snapshot.max_lag,
         ready=groups.ready,
         generating=groups.generating,
-        limit=(snapshot.max_lag + 1) * snapshot.groups_per_step,
-        trainer_wait=wait_share(metrics),
+        limit=capacity(snapshot),
+        trainer_wait=wait_share([metrics]),
         tokens_per_s=number(metrics, "tokens_per_s"),
         engines=tuple(EngineView.of(e.engine_id, str(e.state), e.version, e.detail) for e in snapshot.engines),
         closes=groups.closes and snapshot.tokens.closes,
-        ledger=(
-            f"{groups.issued} issued = {groups.trained} trained + {groups.filtered} without gradient"
-            f" + {groups.stale} stale + {groups.failed} failed"
-            f" + {groups.generating + groups.ready + groups.leased} in flight"
-        ),
+        ledger=ledger_words(asdict(groups)),
         eta_s=remaining_s(step_seconds, snapshot.steps_total - snapshot.step) if metrics else None,
         facts=facts,
         dead_letters=snapshot.dead_letters,
     )
 
 
-def number(metrics: dict[str, object], key: str) -> float | None:
-    """A metric as a float, or None if it is absent or no number."""
-    value = metrics.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def wait_share(metrics: dict[str, object]) -> float | None:
-    """Share of the last step that the trainer waited for groups, between 0 and 1."""
-    wait, step = number(metrics, "wait_s"), number(metrics, "step_s")
-    if wait is None or step is None or max(wait, step) <= 0:
+def lag_of(metrics: Mapping[str, object]) -> tuple[int, float, int] | None:
+    """(min, mean, max) lag of a step's tokens; None if it was not recorded."""
+    mean = number(metrics, "lag_mean")
+    if mean is None:
         return None
-    return min(1.0, wait / max(wait, step))
+    return int(number(metrics, "lag_min") or 0), mean, int(number(metrics, "lag_max") or 0)
+
+
+def ledger_words(groups: Mapping[str, int]) -> str:
+    """The ledger's equation for groups, by state."""
+    flying = groups["generating"] + groups["ready"] + groups["leased"]
+    return (
+        f"{groups['issued']} issued = {groups['trained']} trained + {groups['filtered']} without gradient"
+        f" + {groups['stale']} stale + {groups['failed']} failed + {flying} in flight"
+    )
 
 
 def remaining_s(step_seconds: Sequence[float], steps_left: int) -> float | None:

@@ -26,6 +26,8 @@ from services.local.starting import duration
 from services.options import program
 
 INERT = 1e-4  # share of newly clipped tokens below which SAT changed next to nothing
+ENDS = ("trained", "filtered", "stale", "failed", "leased", "ready", "generating")
+"""Where a group or token is that was issued."""
 STYLE = Path(__file__).with_name("report.css")
 
 
@@ -244,7 +246,7 @@ def _waits(records: Sequence[Record], since: dict[str, Any]) -> str:
 def _ledger(ledger: dict[str, Any]) -> str:
     if not ledger:
         return '<section><h2>Ledger</h2><p class="note">No final snapshot was saved.</p></section>'
-    names = ("issued", "trained", "filtered", "stale", "failed", "leased", "ready", "generating")
+    names = ("issued", *ENDS)
     meaning = {
         "filtered": "without gradient",
         "leased": "in the trainer",
@@ -255,11 +257,10 @@ def _ledger(ledger: dict[str, Any]) -> str:
     rows = ""
     for unit in ("groups", "tokens"):
         tally = ledger.get(unit) or {}
-        rest = sum(int(tally.get(name, 0)) for name in names[1:])
-        closes = int(tally.get("issued", 0)) == rest
+        missing = _missing(tally)
         cells = "".join(f"<td>{int(tally.get(name, 0)):,}</td>" for name in names)
-        mark = "closes" if closes else f"open by {int(tally.get('issued', 0)) - rest:,}"
-        rows += f'<tr><th>{unit}</th>{cells}<td class="{"good" if closes else "bad"}">{mark}</td></tr>'
+        mark = f"open by {missing:,}" if missing else "closes"
+        rows += f'<tr><th>{unit}</th>{cells}<td class="{"bad" if missing else "good"}">{mark}</td></tr>'
     return (
         '<section><h2>Ledger</h2><p class="note">Issued = trained + filtered + stale + failed + in flight, '
         "read in one atomic snapshot at the end. Tokens count as issued when they are submitted or reported.</p>"
@@ -302,9 +303,12 @@ def _points(records: Sequence[Record], key: str) -> tuple[tuple[float, float], .
 def _closes(ledger: dict[str, Any]) -> bool | None:
     if not ledger:
         return None
-    names = ("generating", "ready", "leased", "trained", "filtered", "stale", "failed")
-    tallies = [ledger.get(unit) or {} for unit in ("groups", "tokens")]
-    return all(int(t.get("issued", 0)) == sum(int(t.get(name, 0)) for name in names) for t in tallies)
+    return not any(_missing(ledger.get(unit) or {}) for unit in ("groups", "tokens"))
+
+
+def _missing(tally: dict[str, Any]) -> int:
+    """What was issued and is in no state; 0 where the ledger closes."""
+    return int(tally.get("issued", 0)) - sum(int(tally.get(name, 0)) for name in ENDS)
 
 
 def _write(path: Path, text: str) -> None:

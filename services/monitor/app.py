@@ -17,11 +17,10 @@ import jinja2
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from pydantic import BaseModel, Field
 
 from broker.errors import BrokerError
 from configs.schema import AdaptiveLagSection
-from services.http import NO_EXTERNAL_DOCS, ErrorAnswer, Refusal, harden, requires_token
+from services.http import NO_EXTERNAL_DOCS, ErrorAnswer, Refusal, State, harden, requires_token
 from services.monitor.adaptive import keep
 from services.monitor.feed import Feed, message
 from services.monitor.reads import AWAY, DENIED, Seen, overview_of, reads
@@ -31,12 +30,6 @@ from services.monitor.tiles import LABELS
 from services.monitor.views import lag_rows
 
 HERE = Path(__file__).parent
-
-
-class State(BaseModel):
-    """Whether the process works."""
-
-    status: str = Field(examples=["ok"])
 
 
 def create_app(
@@ -96,12 +89,12 @@ def create_app(
     @app.get("/healthz")
     async def healthz() -> State:
         """The process answers."""
-        return State(status="ok")
+        return State()
 
     @app.get("/readyz", responses=AWAY)
     async def readyz(_seen: Seen) -> State:
         """Redis answers and holds the run."""
-        return State(status="ok")
+        return State()
 
     app.include_router(reads(may_read))
 

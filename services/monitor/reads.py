@@ -62,80 +62,79 @@ def as_json(answer: BaseModel) -> Response:
 
 def reads(may_read: Sequence[Any]) -> APIRouter:
     """The endpoints. may_read: dependencies of each."""
-    made = APIRouter()
-    answers = {**AWAY, **DENIED}
+    made = APIRouter(responses={**AWAY, **DENIED}, dependencies=may_read)
 
-    @made.get("/v1/run", responses=answers, dependencies=may_read)
+    @made.get("/v1/run")
     async def run(seen: Seen) -> views.RunAnswer:
         """Where the run is."""
         return views.run(seen.snapshot)
 
-    @made.get("/v1/queue", responses=answers, dependencies=may_read)
+    @made.get("/v1/queue")
     async def queue(seen: Seen) -> views.QueueAnswer:
         """What waits for the trainer, and for how long."""
         return views.queue(seen.snapshot)
 
-    @made.get("/v1/staleness", response_model=views.StalenessAnswer, responses=answers, dependencies=may_read)
+    @made.get("/v1/staleness", response_model=views.StalenessAnswer)
     async def staleness(seen: SeenInFull) -> Response:
         """Policy lag of what waits and of what was trained, publish lag by engine, and the ledger."""
         return as_json(views.staleness(seen.snapshot))
 
-    @made.get("/v1/engines", responses=answers, dependencies=may_read)
+    @made.get("/v1/engines")
     async def engines(seen: Seen) -> views.EnginesAnswer:
         """Engines and rollout workers."""
         return views.engines(seen.snapshot)
 
-    @made.get("/v1/trainer", responses=answers, dependencies=may_read)
+    @made.get("/v1/trainer")
     async def trainer(seen: Seen) -> views.TrainerAnswer:
         """The trainer and its last step."""
         return views.trainer(seen.snapshot, seen.records[: views.RECENT_STEPS])
 
-    @made.get("/v1/ledger", responses=answers, dependencies=may_read)
+    @made.get("/v1/ledger")
     async def ledger(seen: Seen) -> views.LedgerAnswer:
         """Every issued group and token, and where it went."""
         return views.ledger(seen.snapshot)
 
-    @made.get("/v1/diagnosis", responses=answers, dependencies=may_read)
+    @made.get("/v1/diagnosis")
     async def diagnosis(seen: Seen) -> views.DiagnosisAnswer:
         """What the run suffers from, the figures that say so, and what to change."""
         return views.diagnosis(seen.snapshot, seen.before, seen.records)
 
-    @made.get("/v1/overview", response_model=views.Overview, responses=answers, dependencies=may_read)
+    @made.get("/v1/overview", response_model=views.Overview)
     async def overview(seen: Seen) -> Response:
         """All of the above from one snapshot, and the last steps: what the page shows."""
         return as_json(overview_of(seen))
 
-    @made.get("/v1/events", responses={**answers, **BAD}, dependencies=may_read)
+    @made.get("/v1/events", responses=BAD)
     async def events(seen: SeenInFull, limit: Limit = 100) -> detail.EventsAnswer:
         """The newest events: attachments, versions, engines, dead letters, steering."""
         return detail.events(seen.snapshot, limit)
 
-    @made.get("/v1/evaluations", responses={**answers, **BAD}, dependencies=may_read)
+    @made.get("/v1/evaluations", responses=BAD)
     async def evaluations(seen: SeenInFull, limit: Limit = 100) -> detail.EvaluationsAnswer:
         """Scores of published versions, newest first: with intervals, version, step and evaluation lag."""
         return detail.evaluations(seen.snapshot, limit)
 
-    @made.get("/v1/samples", responses={**answers, **BAD}, dependencies=may_read)
+    @made.get("/v1/samples", responses=BAD)
     async def samples(request: Request, seen: Seen, limit: FewSamples = 8) -> readable.SamplesAnswer:
         """Some trajectories of the newest versions as text, by version; none if this host has not the run's folder."""
         return await asyncio.to_thread(readable.samples, seen.snapshot, request.app.state.folder, limit)
 
-    @made.get("/v1/dead-letters", responses={**answers, **BAD}, dependencies=may_read)
+    @made.get("/v1/dead-letters", responses=BAD)
     async def dead_letters(seen: SeenInFull, limit: Limit = 100) -> detail.DeadLettersAnswer:
         """Prompts that were given up, newest first."""
         return detail.dead_letters(seen.snapshot, limit)
 
-    @made.get("/v1/workers", responses=answers, dependencies=may_read)
+    @made.get("/v1/workers")
     async def workers(seen: Seen) -> detail.WorkersAnswer:
         """Rollout workers, whether they live, and what they say of themselves."""
         return detail.workers(seen.snapshot)
 
-    @made.get("/v1/versions", responses=answers, dependencies=may_read)
+    @made.get("/v1/versions")
     async def versions(seen: Seen) -> detail.VersionsAnswer:
         """The versions that are still there, and who serves them."""
         return detail.versions(seen.snapshot)
 
-    @made.get("/metrics", response_class=Response, responses=answers, dependencies=may_read)
+    @made.get("/metrics", response_class=Response)
     async def metrics(seen: SeenInFull) -> Response:
         """For Prometheus (docs/metrics.md)."""
         verdict = diagnose(seen.snapshot, seen.before, seen.records[: views.RECENT_STEPS])

@@ -17,11 +17,12 @@ from services.local.live import (
     LiveView,
     ProcessFacts,
     condensed,
-    number,
+    lag_of,
+    ledger_words,
     remaining_s,
     start_from,
-    wait_share,
 )
+from services.monitor.figures import number, wait_share
 
 TIMEOUT_S = 5.0
 WHERE = "Name the address that `lagrange up` or `lagrange status runs/<id>` calls the monitor's."
@@ -70,10 +71,8 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
             status = start_from(steps)
     groups = staleness["groups"]
     rewards = [float(r) for r in o["history"]["reward_mean"] if r is not None]
-    lag_mean, elapsed = number(metrics, "lag_mean"), number(metrics, "time_s")
     seconds = [float(s) for s in o["history"]["step_s"] if s is not None]
     total = progress["steps_total"]
-    flying = groups["generating"] + groups["ready"] + groups["leased"]
     return LiveView(
         run=o["run"],
         status=status,
@@ -82,24 +81,19 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
         version=o["version"],
         reward=reward,
         rewards=tuple(condensed(rewards, REWARD_POINTS)),
-        lag=None
-        if lag_mean is None
-        else (int(number(metrics, "lag_min") or 0), lag_mean, int(number(metrics, "lag_max") or 0)),
+        lag=lag_of(metrics),
         max_lag=progress["max_lag"],
         ready=groups["ready"],
         generating=groups["generating"],
         limit=staleness["in_flight_limit"],
-        trainer_wait=wait_share(metrics),
+        trainer_wait=wait_share([metrics]),
         tokens_per_s=number(metrics, "tokens_per_s"),
         engines=tuple(
             EngineView.of(e["engine_id"], e["state"], e["version"], e["detail"]) for e in o["fleet"]["engines"]
         ),
         closes=staleness["closes"],
-        ledger=(
-            f"{groups['issued']} issued = {groups['trained']} trained + {groups['filtered']} without gradient"
-            f" + {groups['stale']} stale + {groups['failed']} failed + {flying} in flight"
-        ),
+        ledger=ledger_words(groups),
         eta_s=remaining_s(seconds, total - steps) if metrics else None,
-        facts=ProcessFacts(elapsed, url, news=o["diagnosis"]["headline"], hint=hint),
+        facts=ProcessFacts(number(metrics, "time_s"), url, news=o["diagnosis"]["headline"], hint=hint),
         dead_letters=staleness["dead_letters"],
     )

@@ -18,11 +18,10 @@ from broker.traces import trace_id
 from broker.types import Group, GroupRecord, Snapshot
 from rollout.codec import Codec
 from rollout.samples import readable
+from services.monitor.figures import capacity, in_flight
 from services.queue_cli.replay import Row
 
 LEDGER = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
-
-
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -48,11 +47,9 @@ def queue_screen(s: Snapshot) -> Together:
     ledger = plain("", "groups", "tokens")
     for state in LEDGER:
         ledger.add_row(state, f"{getattr(s.groups, state):,}", f"{getattr(s.tokens, state):,}")
-    bound = (s.max_lag + 1) * s.groups_per_step
-    flying = s.groups.generating + s.groups.ready + s.groups.leased
     lines = [
         "durable: what of trained + filtered no crash takes back; no term of the sum",
-        f"in flight {flying} of {bound} groups, payloads {s.payload_bytes / 2**20:.1f} MiB",
+        f"in flight {in_flight(s)} of {capacity(s)} groups, payloads {s.payload_bytes / 2**20:.1f} MiB",
         f"waiting: oldest {s.oldest_ready_ms / 1000:.1f} s, mean {s.mean_ready_ms / 1000:.1f} s; trained after "
         f"{s.mean_trained_wait_ms / 1000:.1f} s in the queue",
         f"ledger {'closes' if s.groups.closes and s.tokens.closes else 'DOES NOT CLOSE: please report this'}; "

@@ -109,12 +109,6 @@ class SyncError(ErrorAnswer):
     lagging: list[str]
 
 
-class State(BaseModel):
-    """Whether the process works."""
-
-    status: str = Field(examples=["ok"])
-
-
 def engines_answer(reconciler: Reconciler) -> EnginesAnswer:
     """All engines that this process knows."""
     published, staged = reconciler.published, reconciler.staged

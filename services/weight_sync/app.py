@@ -12,18 +12,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Annotated, Any
 
 import httpx
-from fastapi import FastAPI, Query, Response
+from fastapi import APIRouter, FastAPI, Query, Response
 from fastapi.responses import JSONResponse
 
 from broker.errors import BrokerError
-from services.http import NO_EXTERNAL_DOCS, REFUSALS, ErrorAnswer, Problem, Refusal, harden, requires_token
+from services.http import NO_EXTERNAL_DOCS, REFUSALS, ErrorAnswer, Problem, Refusal, State, harden, requires_token
 from services.weight_sync import fleet
 from services.weight_sync.answers import (
     EnginesAnswer,
     JoinAnswer,
     JoinRequest,
     LeaveAnswer,
-    State,
     SyncAnswer,
     SyncError,
     SyncRequest,
@@ -73,25 +72,34 @@ def create_app(
     app = FastAPI(title="Lagrange weight-sync", version="1", lifespan=lifespan, **NO_EXTERNAL_DOCS)
     harden(app)
 
-    @app.get("/healthz", responses={503: {"model": ErrorAnswer}})
+    app.include_router(_reads(reconciler))
+    app.include_router(_commands(reconciler, token))
+    return app
+
+
+def _reads(reconciler: Reconciler) -> APIRouter:
+    """What each engine serves, and whether this process is well."""
+    made = APIRouter()
+
+    @made.get("/healthz", responses={503: {"model": ErrorAnswer}})
     async def healthz() -> State:
         """The loop runs."""
         if reconciler.clock() - reconciler.last_round > 4 * STALE_S:
             raise Refusal(503, "stuck", "The loop has not come round for a minute.")
-        return State(status="ok")
+        return State()
 
-    @app.get("/readyz", responses={503: {"model": ErrorAnswer}})
+    @made.get("/readyz", responses={503: {"model": ErrorAnswer}})
     async def readyz() -> State:
         """The loop runs and Redis answered lately."""
         _fresh(reconciler)
-        return State(status="ok")
+        return State()
 
-    @app.get("/v1/engines")
+    @made.get("/v1/engines")
     async def engines() -> EnginesAnswer:
         """Every registered engine, its state and its confirmed version."""
         return engines_answer(reconciler)
 
-    @app.get("/v1/versions", responses={503: {"model": ErrorAnswer}})
+    @made.get("/v1/versions", responses={503: {"model": ErrorAnswer}})
     async def versions() -> VersionsAnswer:
         """The versions that are still known, and who serves them."""
         try:
@@ -100,7 +108,19 @@ def create_app(
             raise Refusal(503, "unavailable", "Redis does not answer.") from error
         return versions_answer(reconciler, records)
 
-    @app.post(
+    @made.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """For Prometheus (docs/metrics.md)."""
+        return Response(render(reconciler), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return made
+
+
+def _commands(reconciler: Reconciler, token: str | None) -> APIRouter:
+    """Engines join and leave, and are brought to the newest version now."""
+    made = APIRouter(dependencies=[requires_token(token)])
+
+    @made.post(
         "/v1/engines",
         status_code=201,
         responses={
@@ -109,7 +129,6 @@ def create_app(
             409: {"model": ErrorAnswer, "description": "Another engine has this name."},
             502: {"model": ErrorAnswer, "description": "The engine does not answer."},
         },
-        dependencies=[requires_token(token)],
     )
     async def join(request: JoinRequest, response: Response) -> JoinAnswer:
         """Let an engine join the run. Repeating it is harmless."""
@@ -119,14 +138,13 @@ def create_app(
         response.status_code = 201 if created else 200
         return JoinAnswer(engine_id=record.engine_id, state=record.state, created=created)
 
-    @app.delete(
+    @made.delete(
         "/v1/engines/{engine_id}",
         responses={
             **ERRORS,
             404: {"model": ErrorAnswer, "description": "No such engine is registered."},
             504: {"model": ErrorAnswer, "description": "It gets no more requests, but some still run."},
         },
-        dependencies=[requires_token(token)],
     )
     async def leave(engine_id: str, drain_s: Annotated[float, Query(ge=0, le=600)] = 30.0) -> LeaveAnswer:
         """Take an engine out: no new requests; those that still run after `drain_s` seconds go on elsewhere.
@@ -138,22 +156,16 @@ def create_app(
             left = await fleet.leave(reconciler, engine_id, drain_s)
         return LeaveAnswer(engine_id=left.engine_id, drained=left.drained, reachable=left.reachable)
 
-    @app.post(
+    @made.post(
         "/v1/sync",
         response_model=SyncAnswer,
         responses={**ERRORS, 504: {"model": SyncError, "description": "Some engines are not there (yet)."}},
-        dependencies=[requires_token(token)],
     )
     async def sync(request: SyncRequest | None = None) -> Any:
         """Look now, and answer when every engine serves the newest version. Repeating it is harmless."""
         return await _sync(reconciler, (request or SyncRequest(timeout_s=30.0)).timeout_s)
 
-    @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        """For Prometheus (docs/metrics.md)."""
-        return Response(render(reconciler), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return app
+    return made
 
 
 @contextlib.contextmanager

@@ -23,8 +23,6 @@ from dataclasses import dataclass, replace
 
 from broker.types import EngineRecord, EngineState
 
-IDLE_STATES = (EngineState.JOINING, EngineState.SERVING, EngineState.QUARANTINED, EngineState.GONE)
-
 
 @dataclass(frozen=True, slots=True)
 class Policy:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from broker.types import EngineRecord, EngineState
 from services.weight_sync import lifecycle as lc
 
+IDLE_STATES = (EngineState.JOINING, EngineState.SERVING, EngineState.QUARANTINED, EngineState.GONE)
 POLICY = lc.Policy(tries=2, gone_after_s=5.0, join_patience_s=8.0)
 
 
@@ -82,7 +83,7 @@ def test_an_engine_is_routable_only_with_the_weights_that_were_confirmed_and_is_
             assert engine.weights == str(life.version)
             assert not engine.paused
         else:
-            assert life.state in lc.IDLE_STATES
+            assert life.state in IDLE_STATES
         if engine.paused:
             assert life.maybe_paused
     engine.alive = True
