@@ -62,13 +62,16 @@ def main(program: list[str]) -> None:
 
 def mapped(group: int) -> set[str]:
     """The files of NAMES in shared memory that processes of a process group have mapped."""
-    found: set[str] = set()
+    numbers: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
             if os.getpgid(int(process.name)) == group:
                 lines = (process / "maps").read_text().splitlines()
-                found.update(line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line)
-    return {path for path in found if path.removeprefix(SHARED_MEMORY).startswith(NAMES)}
+                numbers.update(int(line.split()[4]) for line in lines if SHARED_MEMORY in line)
+    # By inode: a semaphore is mapped under a name that is gone, before it gets its own by a link.
+    with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:
+        return {entry.path for entry in entries if entry.name.startswith(NAMES) and entry.inode() in numbers}
+    return set()
 
 
 def remove(files: set[str]) -> None:
