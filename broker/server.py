@@ -24,9 +24,9 @@ import redis
 from broker.errors import BrokerError
 from configs.lifetime import die_with
 from configs.ports import free_port
+from configs.secrets import REDIS_PASSWORD
 
 OLDEST = (7, 0)
-PASSWORD_VARIABLE = "LAGRANGE_REDIS_PASSWORD"
 
 
 class CannotEmbed(BrokerError):
@@ -81,7 +81,7 @@ def command(
     """
     binary = binary or find_server()
     if password is None:
-        password = os.environ.get(PASSWORD_VARIABLE)
+        password = os.environ.get(REDIS_PASSWORD)
     lines = [
         "bind 127.0.0.1",
         "protected-mode yes",
@@ -134,7 +134,7 @@ class EmbeddedServer:
     ) -> None:
         self.folder = folder
         self.port = port or free_port()
-        self._password = password if password is not None else os.environ.get(PASSWORD_VARIABLE)
+        self._password = password if password is not None else os.environ.get(REDIS_PASSWORD)
         self._command = command(
             folder, self.port, max_memory_mb, password=self._password, append_only=append_only, binary=binary
         )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import HTMLResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 
@@ -65,26 +65,11 @@ def create_app(
     app = FastAPI(title="Lagrange monitor", version="1", lifespan=lifespan, **NO_EXTERNAL_DOCS)
     harden(app)
     app.mount("/static", StaticFiles(directory=HERE / "static"), name="static")
-    templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    templates.filters["clock"] = lambda ms: datetime.fromtimestamp(ms / 1000, UTC).strftime("%H:%M:%S")
-    page = templates.from_string((HERE / "static" / "page.html").read_text(encoding="utf-8"))
-
     app.state.source = source
     app.state.folder = folder
     app.state.leaving = False
     if steer is not None:
         app.include_router(router(steer, token, open_to_all=open_to_all))
-
-    async def newest() -> bytes:
-        try:
-            seen = await asyncio.to_thread(source.look)
-        except BrokerError:
-            return message("away", "{}")
-        shown = await asyncio.to_thread(lambda: overview_of(seen).model_dump_json())
-        return message("overview", shown, seen.snapshot.time_ms)
-
-    feed = Feed(newest, lambda: app.state.leaving)
-    may_read = [requires_token(read_token)]
 
     @app.get("/healthz")
     async def healthz() -> State:
@@ -96,22 +81,50 @@ def create_app(
         """Redis answers and holds the run."""
         return State()
 
+    may_read = [requires_token(read_token)]
     app.include_router(reads(may_read))
+    app.include_router(_stream(source, lambda: bool(app.state.leaving), may_read))
+    app.include_router(_page(source, may_read))
+    return app
 
+
+def _stream(source: Source, leaving: Callable[[], bool], may_read: Sequence[Any]) -> APIRouter:
+    """What happens, as it happens. leaving: whether streams are to end."""
+    made = APIRouter(dependencies=may_read)
+
+    async def newest() -> bytes:
+        try:
+            seen = await asyncio.to_thread(source.look)
+        except BrokerError:
+            return message("away", "{}")
+        shown = await asyncio.to_thread(lambda: overview_of(seen).model_dump_json())
+        return message("overview", shown, seen.snapshot.time_ms)
+
+    feed = Feed(newest, leaving)
     streams: dict[int | str, dict[str, Any]] = {
         200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
         429: {"model": ErrorAnswer, "description": "Too many clients follow."},
         **DENIED,
     }
 
-    @app.get("/v1/stream", response_class=StreamingResponse, responses=streams, dependencies=may_read)
+    @made.get("/v1/stream", response_class=StreamingResponse, responses=streams)
     async def stream() -> StreamingResponse:
         """Server-sent events: `overview` once a second, as GET /v1/overview; `away` while Redis does not answer."""
         if feed.full:
             raise Refusal(429, "busy", "Too many clients follow; poll /v1/overview.")
         return StreamingResponse(feed.follow(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False, dependencies=may_read)
+    return made
+
+
+def _page(source: Source, may_read: Sequence[Any]) -> APIRouter:
+    """The live page."""
+    made = APIRouter(dependencies=may_read)
+    templates = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    templates.filters["clock"] = lambda ms: datetime.fromtimestamp(ms / 1000, UTC).strftime("%H:%M:%S")
+    page = templates.from_string((HERE / "static" / "page.html").read_text(encoding="utf-8"))
+
+    @made.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def live_page() -> HTMLResponse:
         """The page; it is whole without scripts, and says so if Redis is away."""
         try:
@@ -122,4 +135,4 @@ def create_app(
         rows = lag_rows(shown.staleness)
         return HTMLResponse(page.render(o=shown, labels=LABELS, rows=rows, most=max([1, *(row[3] for row in rows)])))
 
-    return app
+    return made

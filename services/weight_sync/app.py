@@ -71,7 +71,6 @@ def create_app(
 
     app = FastAPI(title="Lagrange weight-sync", version="1", lifespan=lifespan, **NO_EXTERNAL_DOCS)
     harden(app)
-
     app.include_router(_reads(reconciler))
     app.include_router(_commands(reconciler, token))
     return app

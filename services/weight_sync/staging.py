@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from broker.delta import MANIFEST
 from broker.types import VersionRecord
 from services.weight_sync.checksums import UnreadableWeights, expected_checksums
 
-MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 BLOCK_BYTES = 4 << 20
 
