@@ -88,12 +88,11 @@ def _cache_holds_a_response(c: RunConfig) -> Iterator[str]:
 
 def _experts_fit_the_ranks(c: RunConfig) -> Iterator[str]:
     layout = c.trainer.layout
-    expert_tensor = layout.expert_tensor or layout.tensor
+    field, width = layout.inside_expert
     plane = layout.data * layout.tensor
-    if plane % (layout.expert * expert_tensor):
+    if plane % (layout.expert * width):
         yield (
-            f"trainer.layout: expert x expert_tensor = {layout.expert * expert_tensor} must divide data x tensor = "
-            f"{plane}. "
+            f"trainer.layout: expert x {field} = {layout.expert * width} must divide data x tensor = {plane}. "
             "Lower trainer.layout.expert or raise trainer.layout.data."
         )
 
@@ -106,7 +105,7 @@ def _tiny_model_fits_the_layout(c: RunConfig) -> Iterator[str]:
         ("layers", tiny.layers, "pipeline", layout.pipeline),
         ("key_value_heads", tiny.key_value_heads, "tensor", layout.tensor),
         ("experts", tiny.experts, "expert", layout.expert),
-        ("expert_hidden", tiny.expert_hidden, "expert_tensor", layout.expert_tensor or layout.tensor),
+        ("expert_hidden", tiny.expert_hidden, *layout.inside_expert),
     ):
         if size % by:
             yield (
@@ -212,9 +211,9 @@ def _overlong_buffer_fits(c: RunConfig) -> Iterator[str]:
 def _straggler_wait_covers_a_lease(c: RunConfig) -> Iterator[str]:
     if c.lag.straggler_wait_s < c.rollout.lease_s:
         yield (
-            f"lag.straggler_wait_s = {c.lag.straggler_wait_s} is shorter than rollout.lease_s = "
-            f"{c.rollout.lease_s}: the trainer would give up on "
-            "groups of a dead worker before they are issued again. Raise lag.straggler_wait_s or lower rollout.lease_s."
+            f"lag.straggler_wait_s = {c.lag.straggler_wait_s} is shorter than rollout.lease_s = {c.rollout.lease_s}: "
+            "the trainer would give up on groups of a dead worker before they are issued again. Raise "
+            "lag.straggler_wait_s or lower rollout.lease_s."
         )
 
 

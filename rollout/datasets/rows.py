@@ -61,7 +61,7 @@ def read_rows(path: Path, read: Callable[[Mapping[str, Any]], T | None], *, malf
                 if row is not None:
                     rows.append(row)
     except OSError as error:
-        raise BadRow(f"{path}: cannot be read ({error.strerror})") from error
+        raise BadRow(f"{path}: cannot be read ({error.strerror}); put it there, or name another file") from error
     if not rows:
         raise BadRow(f"{path}: no row can be used ({skipped} malformed)")
     if skipped:

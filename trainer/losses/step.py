@@ -87,19 +87,17 @@ def loss_function(settings: LossSettings, context: StepContext) -> LossFunction:
     def evaluate(batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = tokens_of(batch, log_probs, entropy)
         objective = kernel(tokens, settings, context)
-        loss = -aggregate(
-            objective.values, tokens, context.denominators, settings.aggregation, settings.constant_length
-        )
+
+        def mean(values: Tensor) -> Tensor:
+            return aggregate(values, tokens, context.denominators, settings.aggregation, settings.constant_length)
+
+        loss = -mean(objective.values)
         if settings.entropy_coefficient:
-            bonus = aggregate(
-                tokens.entropy, tokens, context.denominators, settings.aggregation, settings.constant_length
-            )
-            loss = loss - settings.entropy_coefficient * bonus
+            loss = loss - settings.entropy_coefficient * mean(tokens.entropy)
         penalty = None
         if settings.reference_kl:
             penalty = reference_penalty(batch, tokens)
-            share = aggregate(penalty, tokens, context.denominators, settings.aggregation, settings.constant_length)
-            loss = loss + settings.reference_kl * share
+            loss = loss + settings.reference_kl * mean(penalty)
         # A loss without active tokens must still belong to the graph: pipelines and DDP expect a backward on each rank.
         loss = loss + 0.0 * tokens.log_probs.sum()
         report = _report(loss, log_probs, tokens, objective, sat=settings.entry.sat)
