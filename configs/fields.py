@@ -83,6 +83,14 @@ def allowed(place: Place) -> str:
     return " or ".join(map(_kind, _choices(part))) if part else ""
 
 
+def short_for(place: Place, value: object) -> str:
+    """The field that is probably meant where a section was given a bare text: its name, path or url; "" if none is."""
+    fields_there = _at(place).get("properties", {})
+    if not isinstance(value, str) or not value.isascii() or "@" in value or len(value) > 80 or value in fields_there:
+        return ""
+    return next((name for name in ("name", "path", "url") if name in fields_there), "")
+
+
 def nearest(place: Place) -> str:
     """The field that was probably meant by a place that there is not; "" if none is like it.
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from configs.fields import allowed, nearest
+from configs.fields import allowed, nearest, short_for
 from configs.schema import RunConfig
 
 
@@ -84,9 +84,13 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} is there twice", node.start_mark)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    said = f"the key {key.value!r} is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, said, key.start_mark)
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
@@ -133,6 +137,8 @@ def _explain(item: Any) -> str:
         )
     if kind == "missing":
         return f"{where}: missing. Add it: {allowed(place)}."
+    if field := short_for(place, item["input"]):
+        return f"{where}: a section belongs here. Write {place[-1]}: {{{field}: {item['input']}}}."
     bare = " without quotes" if kind == "string_type" and not isinstance(item["input"], dict | list | None) else ""
     return f"{where}: {_shown(item['input'])}{bare} is not allowed here. It may be: {allowed(place)}."
 

@@ -36,7 +36,7 @@ class Estimate:
 def estimate(config: RunConfig, sizes: ModelSizes) -> Estimate:
     """Memory of a run."""
     layout, rollout = config.trainer.layout, config.rollout
-    expert_tensor = layout.expert_tensor or layout.tensor
+    _, expert_tensor = layout.inside_expert
     dense = -(-other_parameters(sizes) // (layout.tensor * layout.pipeline))
     experts = -(-expert_parameters(sizes) // (layout.expert * expert_tensor * layout.pipeline))
     state = 8 + (4 if config.trainer.dtype == "bfloat16" else 0)  # two moments, and float32 master weights

@@ -109,10 +109,9 @@ def layout_problems(sizes: ModelSizes, layout: LayoutSection) -> list[str]:
         *([("intermediate_size", sizes.intermediate, "tensor", layout.tensor)] if dense else []),
     ]
     if sizes.experts:
-        width = layout.expert_tensor or layout.tensor
         parts += [
             ("experts", sizes.experts, "expert", layout.expert),
-            ("width of an expert", sizes.expert_hidden, "expert_tensor", width),
+            ("width of an expert", sizes.expert_hidden, *layout.inside_expert),
         ]
     elif layout.expert > 1 or (layout.expert_tensor or 1) > 1:
         return ["trainer.layout.expert and expert_tensor must be 1: the model has no experts."]

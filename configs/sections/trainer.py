@@ -25,6 +25,11 @@ class LayoutSection(Section):
         """Number of trainer processes."""
         return self.data * self.tensor * self.pipeline
 
+    @property
+    def inside_expert(self) -> tuple[str, int]:
+        """The tensor-parallel size inside an expert, after the name of the field that sets it."""
+        return ("tensor", self.tensor) if self.expert_tensor is None else ("expert_tensor", self.expert_tensor)
+
 
 class SatSection(Section):
     """Staleness-adaptive trust region (docs/losses.md, arXiv 2607.18722)."""

@@ -30,6 +30,7 @@ LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
         (b"run: {name: [", "not valid YAML"),
         (b"lag: {max: 1}\nlag: {max: 900}", "'lag' is there twice"),
         (b"lag: {max: 1, max: 900}", "'max' is there twice"),
+        (b"# a run\nlag: {max: 1}\n\nlag: {max: 900}", "line 4, column 1: the key 'lag' is there twice"),
         (b'run: {directory: "a\\0b"}', "holds a NUL"),
         (b"- 1", "expected sections .*, found a list"),
         (b"# all of it is a comment", "it is empty"),
@@ -132,6 +133,35 @@ def test_a_key_like_no_other_is_referred_to_the_schema() -> None:
 def test_a_value_that_is_refused_is_told_what_it_may_be_in_words(name: str, value: object, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_config(LOCAL, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("trainer.loss", "sat-grpo", "trainer.loss: a section belongs here. Write loss: {name: sat-grpo}."),
+        ("task", "max-digit", "task: a section belongs here. Write task: {name: max-digit}."),
+        ("model", "models/Qwen3", "model: a section belongs here. Write model: {path: models/Qwen3}."),
+        ("model", "tiny", "model: 'tiny' is not allowed here. It may be: section with path, tiny."),
+        ("lag", 4, "lag: 4 is not allowed here. It may be: section with at least max."),
+        ("redis", "redis://:hush@host", "redis: this text is not allowed here"),
+    ],
+)
+def test_a_bare_name_where_a_section_belongs_is_shown_as_the_section_that_was_meant(
+    name: str, value: object, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(LOCAL, {name: value})
+    assert f"{LOCAL}: {said}" in str(caught.value)
+
+
+def test_a_size_that_nobody_set_is_not_named_but_the_field_that_it_comes_from() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(LOCAL, {"trainer.layout": {"tensor": 3}})
+    assert "model.tiny.expert_hidden = 64 is not divisible by trainer.layout.tensor = 3" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"expert x tensor = 4 must divide data x tensor = 2"):
+        load_config(LOCAL, {"trainer.layout": {"tensor": 2, "expert": 2}})
+    with pytest.raises(ConfigError, match=r"expert x expert_tensor = 2 must divide data x tensor = 1"):
+        load_config(LOCAL, {"trainer.layout": {"expert_tensor": 2}})
 
 
 def test_a_password_in_an_address_that_is_refused_is_not_repeated() -> None:
