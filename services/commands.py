@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -23,6 +23,9 @@ from configs.secrets import API_TOKEN, read_secret
 from services.evaluation.commands import add_to as add_evaluation_commands
 from services.options import ConfigOption, pairs, program, versions, wide_console
 from services.queue_cli.commands import add_to as add_queue_commands
+
+if TYPE_CHECKING:
+    from services.local.live import LiveView
 
 app = typer.Typer(
     name="lagrange",
@@ -69,11 +72,12 @@ def up(
     file: Annotated[Path | None, typer.Argument(help="A run's configuration, configs/local.yaml.")] = None,
     settings: SetOption = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with this run's folder, runs/<id>.")] = None,
+    requeue: Annotated[bool, typer.Option("--requeue", help="With --resume: issue its dead letters again.")] = False,
 ) -> None:
     """Run a whole loop on this machine: Redis, engines, trainer, workers and services."""
     from services.local import up as local
 
-    raise typer.Exit(local.run(file, overrides=pairs(settings, "--set"), resume=resume))
+    raise typer.Exit(local.run(file, overrides=pairs(settings, "--set"), resume=resume, requeue=requeue))
 
 
 @app.command()
@@ -90,9 +94,10 @@ def check(file: FileArgument, settings: SetOption = None) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for topic, sentence in meaning(config):
+    for topic, sentence in [*meaning(config), *found.facts]:
         table.add_row(topic, escape(sentence))
-    console.print(f"[green]{escape(str(file))} is valid.[/]")
+    here = "; not all that it needs is on this machine" if found.absent else ""
+    console.print(f"[green]{escape(str(file))} is valid{here}.[/]")
     console.print(table)
     for label, sentences in (("warning", found.warnings), ("not here", found.absent)):
         for sentence in sentences:
@@ -199,8 +204,10 @@ def monitor(config: ConfigOption) -> None:
 @app.command()
 def status(target: TargetArgument) -> None:
     """Show a running run once: step, lag, queue, engines and ledger."""
+    from services.local.live import screen
+
     with looker(target, hint="lagrange watch follows") as look:
-        Console().print(look())
+        Console().print(screen(look()))
 
 
 @app.command()
@@ -208,47 +215,59 @@ def watch(
     target: TargetArgument,
     every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 1.0,
 ) -> None:
-    """Follow a running run until Ctrl-C; it goes on when this ends. A monitor that is away is waited for."""
+    """Follow a running run until Ctrl-C; it goes on when this ends. A monitor that is away is waited for.
+
+    Into a pipe or a file it writes a line for each look.
+    """
     import time
 
     from rich.live import Live
 
+    from services.local.live import plain_line, screen
     from services.local.open_run import NotRunning
+
+    console = Console()
+
+    def show(view: LiveView) -> None:
+        if console.is_terminal:
+            live.update(screen(view), refresh=True)
+        else:
+            console.print(plain_line(view), soft_wrap=True, markup=False, highlight=False)
 
     try:
         with (
             looker(target, hint="Ctrl-C ends the view, the run goes on") as look,
-            Live(look(), console=Console(), auto_refresh=False) as live,
+            Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live,
         ):
+            show(look())
             while True:
                 time.sleep(every)
                 try:
-                    live.update(look(), refresh=True)
+                    show(look())
                 except NotRunning:
                     raise
                 except user_errors() as error:
-                    live.console.print(f"[yellow]{escape(str(error))}[/]")
+                    console.print(f"[yellow]{escape(str(error))}[/]")
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-def looker(target: str, hint: str) -> AbstractContextManager[Callable[[], Any]]:
-    """How to draw the run at `target` (a folder or a monitor's URL) now."""
+def looker(target: str, hint: str) -> AbstractContextManager[Callable[[], LiveView]]:
+    """How to see the run at `target` (a folder or a monitor's URL) now."""
     if not target.startswith(("http://", "https://")):
         if not Path(target).exists():
             raise ConfigError(f"{target}: no such folder. Name runs/<id>, or a monitor's address, http://HOST:PORT.")
         return folder_looker(Path(target), hint)
-    from services.local.live import screen
     from services.monitor.remote import ask, view_of_overview
 
     overview = ask(target, read_secret(API_TOKEN))
-    return nullcontext(lambda: screen(view_of_overview(overview(), target, hint)))
+    return nullcontext(lambda: view_of_overview(overview(), target, hint))
 
 
 @contextmanager
-def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
+def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
     """As `looker`, of a run on this machine: asks its Redis."""
-    from services.local.live import ProcessFacts, screen, since, view_of
+    from services.local.live import ProcessFacts, since, view_of
     from services.local.metrics import read_metrics, series_of
     from services.local.open_run import opened, read_beginning, see_it_runs
     from services.local.starting import start_log
@@ -256,7 +275,7 @@ def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
     with opened(folder) as (broker, config):
         url = f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}"
 
-        def look() -> Any:
+        def look() -> LiveView:
             see_it_runs(config, folder)
             snapshot, records = broker.snapshot(), read_metrics(folder / "metrics.jsonl")
             elapsed = records[-1].get("time_s") if records else None  # of a run that `up` did not start
@@ -264,7 +283,7 @@ def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], Any]]:
                 snapshot, elapsed = since(began, snapshot), (snapshot.time_ms - began.time_ms) / 1000
             rewards, seconds = series_of(records, "reward_mean"), series_of(records, "step_s")
             facts = ProcessFacts(elapsed, url, start_log(folder), hint=hint)
-            return screen(view_of(snapshot, rewards, facts, seconds))
+            return view_of(snapshot, rewards, facts, seconds)
 
         yield look
 

@@ -89,6 +89,11 @@ def save_beginning(folder: Path, beginning: Beginning) -> None:
     aside.replace(folder / BEGINNING)
 
 
+def has_begun(folder: Path) -> bool:
+    """Whether a run's folder shows that its run was started, by `up` or on a cluster, and not merely prepared."""
+    return (folder / BEGINNING).exists() or (folder / "checkpoints").is_dir()
+
+
 def read_beginning(folder: Path) -> Beginning | None:
     """How the last session of `up` began; None for a run that `up` did not start."""
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from broker.errors import BrokerError, BrokerUnavailable
+from broker.errors import BrokerError, BrokerUnavailable, NotInitialised
 from broker.queue import Broker
 from broker.types import Snapshot
 from configs import ConfigError
@@ -25,7 +25,7 @@ from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import CannotStart, Role, embeds_redis, roles
 from services.local.live import HINT, Beginning, LiveView, ProcessFacts, plain_line, screen, since, view_of
 from services.local.metrics import MetricsTail
-from services.local.open_run import save_beginning
+from services.local.open_run import has_begun, save_beginning
 from services.local.plan import Plan, unwritable
 from services.local.processes import Processes, explain_log
 from services.local.report import write_report
@@ -42,6 +42,7 @@ from services.local.supervision import (
     farewell,
     recorded,
 )
+from services.options import program
 
 Commands = Callable[[Role], Sequence[str]]
 
@@ -129,9 +130,13 @@ class Session:
             self._start("redis")
         broker = self._broker = self._connect()
         if broker is not None:
+            self._see_run_is_ours(broker)
             broker.initialise(config)
             if self._plan.resumed:
                 broker.set_status("starting")  # it may say finished or stopped, which would end the workers
+            if self._plan.requeue:
+                for letter in broker.dead_letters():
+                    broker.requeue(letter["prompt_index"], why="up --requeue")
             if self._plan.new_bound:
                 broker.set_max_lag(config.lag.max)
             left = broker.snapshot()
@@ -146,6 +151,20 @@ class Session:
         end = self._watch()
         self._finish(end)
         return end.code
+
+    def _see_run_is_ours(self, broker: Broker) -> None:
+        """Raise CannotStart if Redis holds a run of this id, and nothing in the folder says that it is the folder's."""
+        if has_begun(self._plan.folder):
+            return
+        try:
+            broker.groups("ready", 1)
+        except NotInitialised:
+            return
+        raise CannotStart(
+            f"run.id: Redis at {self._plan.config.redis.url} holds a run {broker.run_id!r} already, which may be under "
+            f"way, and {self._plan.folder} is not its folder. Go on with that by `{program()} up --resume`, or choose "
+            "another run.id."
+        )
 
     def _start(self, name: str) -> None:
         role = self._roles[name]
@@ -302,13 +321,15 @@ class Session:
 
     def _finish(self, end: End) -> None:
         """End all but Redis, read the last snapshot, write ledger and report, and say how it went."""
-        folder = self._plan.folder
+        folder, given_up = self._plan.folder, list[str]()
         self._stop_users()
         if self._broker is not None:
             try:
                 if end.status != "finished":
                     self._broker.set_status("stopped")
-                self._snapshot = self._broker.snapshot()
+                seen = self._snapshot = self._broker.snapshot()
+                if seen.step < seen.steps_total:  # else nothing would be issued again
+                    given_up = [letter["reason"] for letter in self._broker.dead_letters()]
             except BrokerError as error:
                 self._tell(str(error))
         if self._snapshot is not None:
@@ -316,7 +337,7 @@ class Session:
                 write_report(folder, self._plan.config, self._snapshot, self._first)
             except ConfigError as error:  # a full disk: how the run ended is to be said all the same
                 self._console.print(str(error), soft_wrap=True, markup=False, highlight=False)
-        self._console.print(farewell(end, folder), soft_wrap=True, markup=False, highlight=False)
+        self._console.print(farewell(end, folder, given_up), soft_wrap=True, markup=False, highlight=False)
 
     def _stop_all(self) -> None:
         """End everything that still runs, those that others need last."""

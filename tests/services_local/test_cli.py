@@ -69,6 +69,7 @@ def test_check_says_what_a_valid_file_means(lagrange: Lagrange) -> None:
     ("setting", "said"),
     [
         ("trainer.loss.name=satgrpo", "Did you mean sat-grpo?"),
+        ("trainer.loss.name=ppo", "'ppo' is not a loss. Known: cispo,"),
         ("trainer.loss.parameters.foo=1", "no such parameter"),
         ("task.name=nope", "there is no task 'nope'"),
         ("task.name=nope", "once that package is installed beside Lagrange"),
@@ -253,6 +254,25 @@ def test_status_of_a_run_that_resumes_shows_nothing_of_the_session_before(
     assert re.search(r", [23]:\d\d, ", lagrange("status", str(tmp_path)).stdout)  # for so long this session goes on
     train(0.75)
     assert "0.750" in lagrange("status", str(tmp_path)).stdout
+
+
+def test_a_run_is_watched_through_a_pipe_line_by_line_until_its_reader_has_seen_enough(
+    broker: Broker, make_config: ConfigFactory, redis_url: str, tmp_path: Path
+) -> None:
+    save_config(make_config(**{"redis.url": redis_url}), tmp_path / "config.yaml")
+    Run(broker).start()
+    command = [sys.executable, "-m", "services", "watch", str(tmp_path), "--every", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        assert watch.stderr is not None
+        try:
+            lines = [watch.stdout.readline() for _ in range(2)]  # the time limit of the test is that of a silent one
+            watch.stdout.close()
+            watch.wait(timeout=30)
+        finally:
+            watch.kill()
+        assert watch.stderr.read() == ""
+    assert all(line.startswith("running  |  engines ") and line.endswith("\n") for line in lines), lines
 
 
 def test_a_damaged_last_snapshot_is_one_message(lagrange: Lagrange, tmp_path: Path) -> None:

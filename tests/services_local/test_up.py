@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +22,13 @@ import yaml
 from rich.console import Console
 
 from broker.keys import Keys
+from broker.queue import Broker
 from services.local.layout import CannotStart
 from services.local.open_run import read_beginning
 from services.local.plan import only_one, plan_new, prepare
 from services.local.session import Session, Settings
 from services.local.starting import USUAL
+from tests.conftest import small_config
 
 ROOT = Path(__file__).parents[2]
 UP = Path(__file__).with_name("fake_up.py")
@@ -323,10 +326,11 @@ def test_a_stop_that_is_asked_for_before_redis_answers_starts_nothing_more(tmp_p
 
 
 def test_a_run_that_another_release_wrote_into_redis_is_refused_before_anything_starts(
-    launch: Callable[..., Run], redis_url: str
+    launch: Callable[..., Run], redis_url: str, tmp_path: Path
 ) -> None:
     import redis
 
+    (tmp_path / "runs" / "r" / "checkpoints").mkdir(parents=True)
     with redis.Redis.from_url(redis_url, socket_timeout=5) as client:
         client.hset(Keys("r").policy, mapping={"schema": "1", "run": "r"})
     run = launch(redis={"url": redis_url})
@@ -335,6 +339,23 @@ def test_a_run_that_another_release_wrote_into_redis_is_refused_before_anything_
     assert "Use another run id, or the release that wrote it" in run.text
     assert "Traceback" not in run.text
     assert not run.pids()
+
+
+def test_a_new_run_under_the_id_of_one_that_redis_holds_is_refused_before_it_touches_that_one(
+    launch: Callable[..., Run], redis_url: str, tmp_path: Path
+) -> None:
+    with closing(Broker.connect(redis_url, "r", timeout_s=5)) as broker:
+        broker.initialise(small_config(tmp_path, **{"run.id": "r", "run.steps": 77}))
+        run = launch(redis={"url": redis_url})
+        assert run.process.wait(timeout=30) == 2
+        assert "holds a run 'r' already" in run.text
+        assert "choose another run.id" in run.text
+        assert "Traceback" not in run.text
+        run.start(f"--resume={run.folder}")  # the refused start had prepared a folder
+        assert run.process.wait(timeout=30) == 2
+        assert run.text.count("holds a run 'r' already") == 2
+        assert not run.pids()
+        assert broker.snapshot().steps_total == 77
 
 
 def test_a_port_in_use_is_named_before_anything_starts(launch: Callable[..., Run]) -> None:
