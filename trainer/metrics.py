@@ -7,9 +7,12 @@ evaluation/follow.py), which are kept and dropped with their steps.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +34,25 @@ class JsonLines:
     """Appends to a file, line by line."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        """Open `path`, first dropping records of steps beyond `resume_step` and a torn last line."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if (step := _step_of(line)) is not None and step <= resume_step]
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        aside.replace(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        """Open `path`, first dropping records of steps beyond `resume_step` and a torn last line.
+
+        Raises OSError, which names the file.
+        """
+        self._path = path
+        with _named(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in _lines(path) if (step := _step_of(line)) is not None and step <= resume_step]
+            aside = path.with_suffix(".tmp")
+            aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            aside.replace(path)
+            self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, object]) -> None:
-        """One line; on disk in the sense that a killed process does not lose it."""
-        self._file.write(json.dumps(json_safe(record), allow_nan=False) + "\n")
+        """One line; on disk in the sense that a killed process does not lose it. Raises OSError, which names it."""
+        line = json.dumps(json_safe(record), allow_nan=False).encode() + b"\n"
+        with _named(self._path):
+            if self._file.write(line) != len(line):  # full in the middle; the next start drops what is there
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file."""
@@ -65,8 +76,18 @@ class Several:
             sink.close()
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have an error say which file it is of: one of a write does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    """What a disk damaged is a line that is no record."""
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _step_of(line: str) -> int | None:

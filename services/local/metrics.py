@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from configs import ConfigError
+
 Record = dict[str, Any]
 
 
@@ -32,25 +34,28 @@ def parse(lines: Iterable[str]) -> list[Record]:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a file; none if it does not exist."""
-    try:
-        return parse(path.read_text(encoding="utf-8").splitlines())
-    except FileNotFoundError:
-        return []
+    """All records of a file; none if it does not exist. Raises ConfigError if it cannot be read."""
+    return parse(_lines(path))
 
 
 def read_evaluations(path: Path, newest: int) -> list[Record]:
-    """The last `newest` results of evaluations in a file, oldest first; none if it does not exist."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
+    """The last `newest` results of evaluations in a file, as `read_metrics` reads it, oldest first."""
     found = []
-    for line in lines:
+    for line in _lines(path):
         if line.startswith('{"evaluation"'):
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line)["evaluation"])
     return [record for record in found if isinstance(record, dict)][-newest:]
+
+
+def _lines(path: Path) -> list[str]:
+    """What a disk damaged is a line that is no record."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}). The run goes on without.") from error
 
 
 def series_of(records: Iterable[Record], key: str) -> list[float]:
@@ -73,7 +78,10 @@ class MetricsTail:
         return series_of((self._by_step[step] for step in sorted(self._by_step)), key)
 
     def read(self) -> None:
-        """Take in what was appended since the last call, or all of the file that a resumed trainer put in its place."""
+        """Take in what was appended since the last call, or all of the file that a resumed trainer put in its place.
+
+        A file that is not there, or cannot be read for the moment, adds nothing.
+        """
         try:
             with self._path.open("rb") as file:
                 here = os.fstat(file.fileno())
@@ -81,7 +89,7 @@ class MetricsTail:
                     self._file, self._offset, self._by_step = here.st_ino, 0, {}
                 file.seek(self._offset)
                 new = file.read()
-        except FileNotFoundError:
+        except OSError:
             return
         whole, _, _ = new.rpartition(b"\n")
         if not whole:

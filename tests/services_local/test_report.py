@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from broker.types import NO_SERVER, EngineRecord, EngineState, LagCount, Snapshot, Tally
+from broker.types import NEWEST, NO_SERVER, EngineRecord, EngineState, LagCount, Snapshot, Tally
 from configs import ConfigError, load_config
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, nice_ticks
 from services.local.live import (
@@ -30,7 +31,7 @@ from services.local.live import (
     sparkline,
     view_of,
 )
-from services.local.metrics import MetricsTail, parse
+from services.local.metrics import MetricsTail, parse, read_metrics
 from services.local.report import by_lag, draw_report, page, sat_verdict, write_report
 from services.local.starting import LONG_S, USUAL, StartLog, start_log, start_words
 
@@ -283,6 +284,41 @@ def test_dead_letters_are_shown_when_there_are_any_also_before_the_first_step() 
     assert "dead" not in plain_line(view_of(snapshot(), [0.5], FACTS)) + shown(snapshot())
 
 
+RAISED = "ValueError: invalid literal for int() with base 10: '[seven]'"
+WITHOUT: dict[str, dict[str, object]] = {
+    "w0": {"samples_rewarded": 400, "reward_failures": 100, f"reward_failures{NEWEST}": RAISED}
+}
+REWARDED = {"w0": {"samples_rewarded": 400}}
+
+
+def test_samples_without_a_reward_are_shown_when_there_are_any_with_what_was_raised() -> None:
+    assert "100 of 500 samples (20%) got no reward" in plain_line(view_of(snapshot(workers=WITHOUT), [0.5], FACTS))
+    text = " ".join(shown(snapshot(workers=WITHOUT)).replace("│", " ").split())
+    assert "100 of 500 samples (20%)" in text
+    assert RAISED in text
+    for workers in ({}, REWARDED):
+        calm = snapshot(workers=workers)
+        assert "reward " in shown(calm)
+        assert "without reward" not in shown(calm)
+        assert "no reward" not in plain_line(view_of(calm, [0.5], FACTS))
+
+
+def test_a_report_says_how_many_samples_got_no_reward_and_why(tmp_path: Path) -> None:
+    text = write_report(tmp_path, CONFIG, snapshot(workers=WITHOUT)).read_text()
+    assert "100 of 500 samples (20%) got no reward" in text
+    assert html.escape(RAISED) in text
+    gone = {"samples_rewarded": 900.0, "reward_failures": 100.0}  # of workers that are forgotten by now
+    assert "100 of 1,000 samples (10%)" in write_report(tmp_path, CONFIG, snapshot(counters=gone)).read_text()
+    assert "no reward" not in write_report(tmp_path, CONFIG, snapshot(workers=REWARDED)).read_text()
+
+
+def test_failures_of_the_session_before_are_not_shown_in_a_start() -> None:
+    begun_again = replace(
+        JOINING, workers={"w0": {"reward_failures": 7, "heartbeat_ms": 99}, "w1": {"heartbeat_ms": 150}}
+    )
+    assert set(since(begun(LEFT), begun_again).workers) == {"w1"}
+
+
 def engine(state: EngineState, version: int, since_ms: int) -> EngineRecord:
     return EngineRecord("engine-0", "http://127.0.0.1:30000", state, version, since_ms=since_ms)
 
@@ -379,3 +415,18 @@ def test_a_full_disk_is_a_message_that_says_how_to_draw_the_report_later(tmp_pat
     (tmp_path / "ledger.json.part").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match=r"No space left on device.*lagrange report"):
         write_report(tmp_path, CONFIG, snapshot())
+
+
+def test_a_damaged_file_of_metrics_costs_its_damaged_lines_alone_and_one_that_cannot_be_read_is_named(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\xff\x00\n{"step": 3}\n')
+    assert [record["step"] for record in read_metrics(path)] == [1, 3]
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read \(Is a directory\)"):
+        read_metrics(path)
+    tail = MetricsTail(path)
+    tail.read()  # what a disk does must not end the run that is watched
+    assert tail.series("step") == []

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.load import ConfigError
 from tests.conftest import ConfigFactory
+from trainer.metrics import JsonLines
 from trainer.sinks import flat_numbers, sinks_of
 
 RECORD = {"step": 3, "loss": 0.5, "kl": None, "why": "slow", "sat": {"q": 0.1, "bad": float("nan")}, "ok": 1}
@@ -66,3 +70,23 @@ def test_a_sink_that_is_not_installed_is_named_at_the_start(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb is not installed"):
         sinks_of(make_config(**{"trainer.sinks": ["wandb"]}), 0)
+
+
+def test_a_disk_that_is_full_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path, says = tmp_path / "metrics.jsonl", r"No space left on device: '.*metrics\.jsonl'"
+    path.write_text('{"step": 1}\n')
+    with closing(JsonLines(path, 1)) as sink, Path("/dev/full").open("ab", buffering=0) as device:
+        os.dup2(device.fileno(), sink._file.fileno())
+        with pytest.raises(OSError, match=says):
+            sink.write(RECORD)
+    path.with_suffix(".tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=says):
+        JsonLines(path, 1)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_a_damaged_file_costs_its_damaged_lines_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\xff\x00\n{"step": 3}\n')
+    JsonLines(path, 3).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
