@@ -13,6 +13,8 @@ from broker.answers import EngineRecord, VersionRecord
 
 PAST_THE_END_MS = "past_the_end_ms"
 """In a worker's heartbeat: when, in ms of the server's clock, it last got a prompt past the end of its data set."""
+NEWEST = "_newest"
+"""In a worker's heartbeat, after the name of a count of failures: what the newest of them said."""
 
 
 class GroupState(StrEnum):

@@ -18,6 +18,7 @@ from broker.answers import (
     VersionRecord,
 )
 from broker.observed import (
+    NEWEST,
     PAST_THE_END_MS,
     DeadLetter,
     Detail,
@@ -45,6 +46,7 @@ from broker.trajectory import (
 )
 
 __all__ = [
+    "NEWEST",
     "NO_SERVER",
     "PAST_THE_END_MS",
     "Batch",

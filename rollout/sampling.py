@@ -38,6 +38,11 @@ PROBLEM = 300  # characters of what a reward or an episode raised that are told 
 MESSAGE_TOKENS = 64  # of a stream: so many tokens of a sample are lost at most, and a message costs little beside them
 
 
+def told_on(problem: object) -> str:
+    """What a reward or an episode raised, as it is told on: PROBLEM characters that can be written as UTF-8."""
+    return str(problem)[:PROBLEM].encode(errors="replace").decode()
+
+
 class NoEngine(Exception):
     """For too long there was no engine that may serve this group."""
 

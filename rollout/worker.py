@@ -169,6 +169,7 @@ class Worker:
                 return
             draw = self._held[ticket.group_id].draw = self._draw(prompt_ids, ticket.engine_version, span)
             trajectories = await self._trajectories(prompt, draw, engine.engine_id)
+            self.counters.add("samples_rewarded", len(trajectories))
             if len(trajectories) < rollout.min_samples:
                 why = f"{len(trajectories)} of {rollout.samples_per_prompt} samples, {rollout.min_samples} needed"
                 # Tokens of episodes that were played to their end are in no slot of the draw.
@@ -313,7 +314,8 @@ class Worker:
             ids = tuple(self._held)
             try:
                 kept = set(await self._ask(partial(self._broker.renew, self.name, ids))) if ids else set()
-                stats = {**self.counters.totals(), **self._traces.counts(), "groups_in_work": len(ids)}
+                stats: dict[str, float | int | str] = {**self.counters.totals(), **self.counters.newest()}
+                stats |= {**self._traces.counts(), "groups_in_work": len(ids)}
                 if self._past_the_end_ms >= 0:
                     stats[PAST_THE_END_MS] = self._past_the_end_ms
                 await self._ask(partial(self._broker.heartbeat_worker, self.name, stats))

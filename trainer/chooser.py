@@ -60,6 +60,19 @@ class EndOfPrompts:
         return max(said, default=-1) > self._quiet_since_ms
 
 
+def no_first_step(seen: Snapshot, groups: int) -> str:
+    """What is said of a run whose prompts ended before its first step of `groups` groups. seen: with some detail."""
+    ended = f"the data set ended before the first step had its {groups} groups"
+    if not seen.dead_letters:
+        return f"{ended}. Lower trainer.groups_per_step, or give the task more prompts or epochs (task.parameters)."
+    newest = seen.detail.dead[0].reason if seen.detail and seen.detail.dead else "unknown"
+    return (
+        f"{ended}: {seen.dead_letters} of its prompts are dead letters, which were given up and are not issued again "
+        f"(the newest for: {newest}). Mend that, then issue them again: all by `lagrange up --resume RUN --requeue`, "
+        "or, where Redis goes on without `up`, each by `lagrange groups requeue`."
+    )
+
+
 class Message(msgspec.Struct, frozen=True):
     """What the main rank says. kind: "batch", "wait" (ask again), "stop" or "ended" (no batch will come)."""
 

@@ -23,7 +23,7 @@ from broker.types import Delivery, Group, Outcome, Refused
 from configs.schema import RunConfig
 from trainer.background import Background, Inline
 from trainer.batch import RouteShape
-from trainer.chooser import Choice, Chooser, EndOfPrompts, PromptsEnded, share_choice
+from trainer.chooser import Choice, Chooser, EndOfPrompts, PromptsEnded, no_first_step, share_choice
 from trainer.data import (
     Share,
     fetch_share,
@@ -167,16 +167,15 @@ class Trainer:
             self.broker.set_status("finished")
 
     def _say_prompts_ended(self) -> None:
-        """Raises RunFailed if the data set was too small for the first step."""
-        p, groups = self.progress, self.config.trainer.groups_per_step
+        """Raises RunFailed, on every rank with the same words, if the first step had not enough groups. Collective."""
+        p, config = self.progress, self.config
+        seen = self.broker.snapshot(detail=1) if self.ranks.is_main else None
         if p.step == 0:
-            raise RunFailed(
-                f"the data set ended before the first step had its {groups} groups. Lower trainer.groups_per_step, or "
-                "give the task more prompts or epochs (task.parameters)."
-            )
-        if self.ranks.is_main:
-            ready = self.broker.snapshot().groups.ready
-            log.warning("the data set has ended", steps=p.step, of=self.config.run.steps, groups_left_over=ready)
+            why = no_first_step(seen, config.trainer.groups_per_step).encode() if seen is not None else None
+            raise RunFailed(self.ranks.broadcast_bytes(why).decode())
+        if seen is not None:
+            left = {"groups_left_over": seen.groups.ready, "dead_letters": seen.dead_letters}
+            log.warning("the data set has ended", steps=p.step, of=config.run.steps, **left)
 
     def _save_on_stop(self) -> None:
         p = self.progress

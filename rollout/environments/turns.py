@@ -14,7 +14,7 @@ import structlog
 from rollout.client import InvalidAnswer
 from rollout.engines import EnginePool
 from rollout.environments.episode import Episode
-from rollout.sampling import PROBLEM, Draw, draw_group
+from rollout.sampling import Draw, draw_group, told_on
 
 LOG = structlog.get_logger()
 
@@ -77,9 +77,10 @@ class Turns:
 
     def left_out(self, task: str, problem: str) -> None:
         """An episode of this task is given up: counted, logged, and told to the group, which may fail for it."""
-        self.template.counters.add("episode_failures")
-        self.template.last_error = f"an episode failed: {problem[:PROBLEM]}"
-        LOG.warning("an episode is left out", task=task, problem=problem[:PROBLEM])
+        problem = told_on(problem)
+        self.template.last_error = f"an episode failed: {problem}"
+        if episodes := self.template.counters.fail("episode_failures", problem):
+            LOG.warning("episodes are left out", task=task, episodes=episodes, newest=problem)
 
     def lost(self, tokens: int) -> None:
         """Tokens of an episode that is thrown away."""

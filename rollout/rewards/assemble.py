@@ -17,7 +17,7 @@ from rollout.codec import Codec
 from rollout.rewards.judge import Judge
 from rollout.rewards.pool import RewardFailed, RewardTimeout
 from rollout.rewards.shaping import Shaping
-from rollout.sampling import PROBLEM, Draw
+from rollout.sampling import Draw, told_on
 from rollout.tasks import Prompt, Response
 
 LOG = structlog.get_logger()
@@ -52,10 +52,10 @@ async def _reward(
     except RewardFailed as error:
         if isinstance(error, RewardTimeout):
             counters.add("reward_timeouts")
-        counters.add("reward_failures")
-        problem = str(error)[:PROBLEM]
+        problem = told_on(error)
         draw.last_error = f"a reward failed: {problem}"
-        LOG.warning("a sample got no reward", task=name, problem=problem)
+        if samples := counters.fail("reward_failures", problem):
+            LOG.warning("samples got no reward", task=name, samples=samples, newest=problem)
         return None
     if prompt.source:  # the mean reward of a source is the first over the second
         counters.add(f"source_{prompt.source}_reward", reward)

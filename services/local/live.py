@@ -7,7 +7,7 @@ moment is therefore of one moment. Nothing here reads a clock, a file or Redis.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from broker.types import EngineRecord, EngineState, Snapshot
 from services.local.starting import StartLog, duration, start_words
-from services.monitor.figures import capacity, number, wait_share
+from services.monitor.figures import Unrewarded, capacity, number, unrewarded, wait_share
 from services.options import program
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -98,6 +98,7 @@ class LiveView:
     eta_s: float | None
     facts: ProcessFacts
     dead_letters: int = 0
+    unrewarded: Unrewarded = field(default_factory=Unrewarded)
 
     @property
     def waits_for_engine(self) -> bool:
@@ -130,7 +131,8 @@ def since(began: Beginning, snapshot: Snapshot) -> Snapshot:
     engines = tuple(e for e in snapshot.engines if _is_of(began, e))
     step, serving = snapshot.durable_step, any(engine.routable for engine in engines)
     status = snapshot.status if serving else start_from(step)
-    return replace(snapshot, status=status, step=step, metrics={}, engines=engines)
+    workers = {name: of for name, of in snapshot.workers.items() if float(of.get("heartbeat_ms", 0)) > began.time_ms}
+    return replace(snapshot, status=status, step=step, metrics={}, engines=engines, workers=workers)
 
 
 def _is_of(began: Beginning, engine: EngineRecord) -> bool:
@@ -178,6 +180,7 @@ def view_of(
         eta_s=remaining_s(step_seconds, snapshot.steps_total - snapshot.step) if metrics else None,
         facts=facts,
         dead_letters=snapshot.dead_letters,
+        unrewarded=unrewarded(snapshot.workers),
     )
 
 
@@ -196,6 +199,11 @@ def ledger_words(groups: Mapping[str, int]) -> str:
         f"{groups['issued']} issued = {groups['trained']} trained + {groups['filtered']} without gradient"
         f" + {groups['stale']} stale + {groups['failed']} failed + {flying} in flight"
     )
+
+
+def unrewarded_words(of: Unrewarded) -> str:
+    """How many samples got no reward."""
+    return f"{of.failed:,} of {of.samples:,} samples ({of.share:.0%})"
 
 
 def remaining_s(step_seconds: Sequence[float], steps_left: int) -> float | None:
@@ -244,6 +252,8 @@ def plain_line(view: LiveView) -> str:
         parts.append("ledger closes" if view.closes else "LEDGER OPEN")
         if view.eta_s is not None:
             parts.append(f"{duration(view.eta_s)} left")
+    if view.unrewarded.failed:
+        parts.append(f"{unrewarded_words(view.unrewarded)} got no reward")
     if view.dead_letters:
         parts.append(f"{view.dead_letters} dead letters")
     if view.facts.recent_news:
@@ -269,6 +279,9 @@ def screen(view: LiveView) -> Panel:
     )
     table.add_row("step", head)
     table.add_row("reward", _reward(view))
+    if view.unrewarded.failed:
+        what = f"[red]{unrewarded_words(view.unrewarded)}[/], left out of the mean: {escape(view.unrewarded.newest)}"
+        table.add_row("without reward", what)
     table.add_row("lag", _lag(view))
     table.add_row("queue", _queue(view))
     table.add_row("trainer", _trainer(view))

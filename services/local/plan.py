@@ -29,7 +29,8 @@ class Plan:
     """A run to start. config: resolved (layout.resolve). tiny: the model still to be made, if any.
 
     new_bound: lag.max was asked for now, so it replaces the one that steering may have left in Redis.
-    over: how the run ended, if it did and there is nothing left to start; else "".
+    over: how the run ended, if it did and there is nothing left to start; else "". requeue: its dead letters are issued
+    again.
     """
 
     config: RunConfig
@@ -37,6 +38,7 @@ class Plan:
     resumed: bool
     new_bound: bool = False
     over: str = ""
+    requeue: bool = False
 
     @property
     def folder(self) -> Path:
@@ -68,8 +70,11 @@ def plan_new(file: Path, overrides: dict[str, Any]) -> Plan:
     return _checked(asked, Plan(resolve(asked, run_id, directory), asked.model.tiny, resumed=False))
 
 
-def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
-    """Go on with the run in `folder`, which may have been moved. Raises ConfigError and CannotStart."""
+def plan_resumed(folder: Path, overrides: dict[str, Any], *, requeue: bool = False) -> Plan:
+    """Go on with the run in `folder`, which may have been moved. requeue: with its dead letters, too.
+
+    Raises ConfigError and CannotStart.
+    """
     file = folder / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"--resume {folder}: no config.yaml there. Name the folder of a run, runs/<id>.")
@@ -85,19 +90,19 @@ def plan_resumed(folder: Path, overrides: dict[str, Any]) -> Plan:
             config = config.model_copy(
                 update={"model": config.model.model_copy(update={"path": place / "model"})},
             )
-        over = nothing_left(folder, read_ledger(folder), config.run.steps, changed=bool(overrides))
+        over = nothing_left(folder, read_ledger(folder), config.run.steps, changed=bool(overrides) or requeue)
         resolved = resolve(config, place.name, place.parent, move_taken_ports=True)
     if over:
         return Plan(resolved, None, resumed=True, over=over)
     new_bound = any(name.partition(".")[0] in ("lag", "weights") for name in overrides)
-    return _checked(resolved, Plan(resolved, None, resumed=True, new_bound=new_bound))
+    return _checked(resolved, Plan(resolved, None, resumed=True, new_bound=new_bound, requeue=requeue))
 
 
 def nothing_left(folder: Path, ledger: Mapping[str, Any], steps: int, *, changed: bool) -> str:
     """What is said of a run that has ended when it is to go on to `steps` steps, "" if there is something left to do.
 
-    ledger: its last snapshot. changed: fields were set anew, which may give an ended data set more prompts. Raises
-    ConfigError if it has done more than `steps`.
+    ledger: its last snapshot. changed: fields were set anew or dead letters are to be issued again, which may give an
+    ended data set more prompts. Raises ConfigError if it has done more than `steps`.
     """
     finished = ledger.get("status") == "finished"
     done = int(ledger.get("step" if finished else "durable_step", 0))

@@ -20,9 +20,11 @@ from broker.types import Snapshot
 from configs import ConfigError, RunConfig
 from services.local import report_people, report_waits
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, short
+from services.local.live import unrewarded_words
 from services.local.metrics import Record, read_metrics
 from services.local.open_run import read_ledger
 from services.local.starting import duration
+from services.monitor.figures import unrewarded
 from services.options import program
 
 INERT = 1e-4  # share of newly clipped tokens below which SAT changed next to nothing
@@ -102,7 +104,7 @@ def page(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -
         (
             _head(config, records, ledger),
             '<section class="charts">',
-            _reward(records),
+            _reward(records, ledger),
             _lag_histogram(config, records, ledger),
             _log_ratio(records),
             _gate(config, records),
@@ -162,7 +164,7 @@ def _head(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) 
     )
 
 
-def _reward(records: Sequence[Record]) -> str:
+def _reward(records: Sequence[Record], ledger: dict[str, Any]) -> str:
     points = _points(records, "reward_mean")
     smooth = tuple(zip([x for x, _ in points], moving_average([y for _, y in points]), strict=True))
     chart = line_chart(
@@ -170,7 +172,21 @@ def _reward(records: Sequence[Record]) -> str:
         x_label="optimizer step",
         label="mean reward by optimizer step",
     )
-    return _figure("Reward", "Mean of each step, and its moving average (0.9).", chart)
+    return _figure("Reward", "Mean of each step, and its moving average (0.9).", chart, _without_reward(ledger))
+
+
+def _without_reward(ledger: dict[str, Any]) -> str:
+    """A sentence on the samples that got no reward, "" if all did."""
+    # The workers of the end know what no submission has told; the ledger knows of workers that are gone.
+    said, told = unrewarded(ledger.get("workers") or {}), unrewarded({"": ledger.get("counters") or {}})
+    most = max(said, told, key=lambda one: one.samples)
+    if not most.failed:
+        return ""
+    newest = f" The newest failure: {said.newest}" if said.newest else ""
+    return (
+        f"{unrewarded_words(most)} got no reward and were left out of their groups: the reward shown is that of the "
+        f"others.{newest}"
+    )
 
 
 def _lag_histogram(config: RunConfig, records: Sequence[Record], ledger: dict[str, Any]) -> str:

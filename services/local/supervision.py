@@ -7,6 +7,7 @@ process is touched here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -107,11 +108,24 @@ def describe_exit(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def farewell(end: End, folder: Path) -> str:
-    """The last words of `up`: how the run ended, and what to do."""
+def farewell(end: End, folder: Path, given_up: Sequence[str] = ()) -> str:
+    """The last words of `up`: how the run ended, and what to do.
+
+    given_up: why prompts became dead letters, the newest last.
+    """
+    resume = f"{program()} up --resume {folder}"
+    words = _farewell(end, folder, resume)
+    if not given_up:
+        return words
+    return (
+        f"{words}\n{len(given_up)} of its prompts are dead letters (the newest for: {given_up[-1]}). A resume does not "
+        f"issue them again, but for: {resume} --requeue"
+    )
+
+
+def _farewell(end: End, folder: Path, resume: str) -> str:
     if end.status == "finished":
         return f"Finished: {end.why}. Report: {folder / 'report.html'}"
-    resume = f"{program()} up --resume {folder}"
     if end.code == STOPPED:
         return f"Stopped. Go on with: {resume}"
     if end.code in (USAGE, FATAL):

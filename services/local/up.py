@@ -26,20 +26,25 @@ def run(
     *,
     overrides: dict[str, Any] | None = None,
     resume: Path | None = None,
+    requeue: bool = False,
     console: Console | None = None,
     commands: Commands = own_command,
     settings: Settings | None = None,
 ) -> int:
     """Run `file`, or go on with the run in `resume`, to its end; returns the exit code.
 
+    requeue: the prompts of the dead letters of `resume` are issued again.
+
     0: every step is trained, now or before. 130: stopped by a signal (the run resumes). Else: it failed, and a message
     has said why. Raises ConfigError and CannotStart before anything was started.
     """
     with signals_noted(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as asked:
+        if requeue and resume is None:
+            raise ConfigError("--requeue issues dead letters of a run again: name it by --resume runs/<id>")
         if file is not None and resume is None:
             plan = plan_new(file, overrides or {})
         elif resume is not None and file is None:
-            plan = plan_resumed(resume, overrides or {})
+            plan = plan_resumed(resume, overrides or {}, requeue=requeue)
         elif resume is not None:
             raise ConfigError(
                 f"--resume goes on under the run's own configuration, {resume}/config.yaml, and not under {file}. "

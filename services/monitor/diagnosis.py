@@ -26,6 +26,8 @@ from services.monitor.figures import (
     number,
     restart_stale_share,
     stale_share,
+    unrewarded,
+    unrewarded_share,
     wait_share,
 )
 
@@ -37,6 +39,7 @@ class Verdict(StrEnum):
 
     UNSTABLE = "unstable"
     FAILING = "failing"
+    UNREWARDED = "unrewarded"
     NO_GRADIENT = "no-gradient"
     SYNC_BOUND = "sync-bound"
     STALE = "stale"
@@ -54,6 +57,7 @@ class Bands(BaseModel):
     engine_wait_share: float = 0.5
     stale_share: float = 0.05
     failed_share: float = 0.5
+    unrewarded_share: float = 0.05
     filtered_share: float = 0.9
     behind_published_intervals: float = 2.0
     update_seconds: float = 10.0
@@ -88,6 +92,7 @@ def diagnose(now: Snapshot, before: Snapshot | None, records: Records, bands: Ba
     tests: tuple[Callable[[Snapshot, Mapping[str, float | None], Bands], Finding | None], ...] = (
         _unstable,
         _failing,
+        _unrewarded,
         _no_gradient,
         _sync_bound,
         _stale,
@@ -143,6 +148,7 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
         "stale_share": stale_share(now, before),
         "restart_stale_share": restart_stale_share(now, before),
         "failed_share": failed_share(now, before),
+        "unrewarded_share": unrewarded_share(now, before),
         "filtered_share": filtered_share(records),
         "dropped_share": dropped_share(now, before),
         "engine_behind_published_max": float(max(now.published - e.version for e in routable)) if routable else None,
@@ -191,13 +197,29 @@ def _unstable(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Fi
     return Finding(verdict=Verdict.UNSTABLE, because=", ".join(because), change="; ".join(change))
 
 
-def _failing(_now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+def _failing(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
     if not _above(f["failed_share"], bands.failed_share):
         return None
+    because = f"{_percent(f['failed_share'])} of the finished groups failed"
+    rewards = _unrewarded(now, f, bands)
+    if rewards is not None and _above(f["unrewarded_share"], bands.failed_share):  # which is why
+        return Finding(verdict=Verdict.FAILING, because=f"{because}: {rewards.because}", change=rewards.change)
     return Finding(
         verdict=Verdict.FAILING,
-        because=f"{_percent(f['failed_share'])} of the finished groups failed",
+        because=because,
         change="`lagrange groups list RUN --state dead` has the reasons, the workers' logs more of them",
+    )
+
+
+def _unrewarded(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
+    share = f["unrewarded_share"]
+    if not _above(share, bands.unrewarded_share):
+        return None
+    newest = unrewarded(now.workers).newest
+    return Finding(
+        verdict=Verdict.UNREWARDED,
+        because=f"{_percent(share)} of the samples got no reward and are left out (the newest failure: {newest})",
+        change="the shown reward is that of the others: let the task's reward return 0 for such answers, or mend it",
     )
 
 

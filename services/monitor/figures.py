@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pydantic import BaseModel, Field
 
-from broker.types import Snapshot
+from broker.types import NEWEST, Snapshot
 
 
 class Distribution(BaseModel):
@@ -170,6 +171,56 @@ def failed_share(now: Snapshot, before: Snapshot | None) -> float | None:
     failed, *others = (_since(before, now, name) for name in ends)
     finished = failed + sum(others)
     return failed / finished if finished >= ENOUGH_GROUPS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Unrewarded:
+    """Samples that workers judged, and how many of them got no reward: it, or the episode, failed, and they were left
+    out of their groups. newest: what the newest failure said, "" if there was none."""
+
+    samples: int = 0
+    failed: int = 0
+    newest: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of the samples, how many got none."""
+        return self.failed / self.samples if self.samples else 0.0
+
+
+FAILURES = ("reward_failures", "episode_failures")
+Workers = Mapping[str, Mapping[str, object]]
+
+
+def unrewarded(workers: Workers, before: Workers | None = None) -> Unrewarded:
+    """By the workers' own word in their heartbeats, since those of `before`, or since each began.
+
+    The ledger's totals learn of a failure with the next submission only, so of none if every reward fails.
+    """
+    rewarded, failed, newest = 0.0, 0.0, ""
+    for name, stats in sorted(workers.items(), key=lambda item: _stat(item[1], "heartbeat_ms")):
+        earlier = (before or {}).get(name, {})
+        rewarded += _grew(stats, earlier, "samples_rewarded")
+        failed += sum(_grew(stats, earlier, count) for count in FAILURES)
+        newest = next((str(stats[key]) for name in FAILURES if (key := f"{name}{NEWEST}") in stats), newest)
+    return Unrewarded(round(rewarded + failed), round(failed), newest)
+
+
+def _grew(stats: Mapping[str, object], earlier: Mapping[str, object], name: str) -> float:
+    """What a worker's count grew by; one that was started again counts from 0."""
+    value, was = _stat(stats, name), _stat(earlier, name)
+    return value - was if value >= was else value
+
+
+ENOUGH_SAMPLES = 20
+"""Below so many, a share of samples says nothing."""
+
+
+def unrewarded_share(now: Snapshot, before: Snapshot | None) -> float | None:
+    """Share of the samples that got no reward since `before`, or, if these are too few, since the workers began."""
+    lately = unrewarded(now.workers, before.workers if before is not None else None)
+    known = lately if lately.samples >= ENOUGH_SAMPLES else unrewarded(now.workers)
+    return known.share if known.samples >= ENOUGH_SAMPLES else None
 
 
 def _since(before: Snapshot | None, now: Snapshot, name: str) -> float:

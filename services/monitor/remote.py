@@ -22,7 +22,7 @@ from services.local.live import (
     remaining_s,
     start_from,
 )
-from services.monitor.figures import number, wait_share
+from services.monitor.figures import number, unrewarded, wait_share
 
 TIMEOUT_S = 5.0
 WHERE = "Name the address that `lagrange up` or `lagrange status runs/<id>` calls the monitor's."
@@ -96,4 +96,5 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
         eta_s=remaining_s(seconds, total - steps) if metrics else None,
         facts=ProcessFacts(number(metrics, "time_s"), url, news=o["diagnosis"]["headline"], hint=hint),
         dead_letters=staleness["dead_letters"],
+        unrewarded=unrewarded(o["fleet"]["workers"]),
     )

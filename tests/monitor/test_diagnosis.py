@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.types import EngineRecord, EngineState, Snapshot, Tally
+from broker.types import NEWEST, EngineRecord, EngineState, Snapshot, Tally
 from services.monitor.diagnosis import Verdict, diagnose, more_engines
 from services.monitor.figures import distribution, finite, wait_share
 from services.monitor.views import history
@@ -154,6 +154,50 @@ def test_groups_that_fail_are_the_verdict_and_it_says_where_their_reasons_are() 
 def test_failures_that_are_old_or_few_are_no_finding() -> None:
     for now, before in (((401, 400), (401, 200)), ((19, 0), (0, 0)), ((40, 60), (0, 0))):
         assert diagnose(counted(RUNNING, *now), counted(EARLIER, *before), CALM).verdict is Verdict.HEALTHY
+
+
+RAISED = "ValueError: invalid literal for int() with base 10: 'seven'"
+
+
+def judged(snapshot: Snapshot, rewarded: int, failed: int, name: str = "reward_failures") -> Snapshot:
+    """Two workers that have judged so many samples together."""
+    half: dict[str, float | int | str] = {
+        "heartbeat_ms": snapshot.time_ms, "samples_rewarded": rewarded / 2, name: failed / 2, f"{name}{NEWEST}": RAISED,
+    }  # fmt: skip
+    return replace(snapshot, workers={"w0": half, "w1": half})
+
+
+@pytest.mark.parametrize("name", ["reward_failures", "episode_failures"])
+def test_samples_without_a_reward_are_the_verdict_before_a_wait_with_what_was_raised(name: str) -> None:
+    now, before = judged(RUNNING, 1400, 1200, name), judged(EARLIER, 1000, 800, name)
+    found = diagnose(now, before, [{**CALM[0], "wait_s": 0.7}])
+    assert [finding.verdict for finding in found.findings] == [Verdict.UNREWARDED, Verdict.STARVED]
+    assert "50 % of the samples got no reward" in found.headline
+    assert RAISED in found.headline
+    assert "return 0" in found.headline
+
+
+def test_failed_rewards_that_are_old_or_few_are_no_finding() -> None:
+    for now, before in (((1500, 800), (1000, 800)), ((960, 40), (0, 0)), ((3, 3), (0, 0))):
+        assert diagnose(judged(RUNNING, *now), judged(EARLIER, *before), CALM).verdict is Verdict.HEALTHY
+
+
+def test_samples_that_come_less_often_than_once_a_minute_are_judged_since_the_workers_began() -> None:
+    found = diagnose(judged(RUNNING, 30, 10), judged(EARLIER, 30, 10), CALM)
+    assert (found.verdict, found.figures["unrewarded_share"]) == (Verdict.UNREWARDED, 0.25)
+
+
+def test_workers_that_were_started_again_count_from_zero() -> None:
+    found = diagnose(judged(RUNNING, 60, 20), judged(EARLIER, 5000, 0), CALM)
+    assert found.figures["unrewarded_share"] == 0.25
+
+
+def test_groups_that_fail_for_their_rewards_are_said_to() -> None:
+    now = replace(judged(RUNNING, 0, 800), counters={"groups_failed": 400.0})
+    found = diagnose(now, EARLIER, CALM)
+    assert found.verdict is Verdict.FAILING
+    assert "100 % of the finished groups failed: 100 % of the samples got no reward" in found.headline
+    assert RAISED in found.headline
 
 
 def test_a_policy_that_falls_apart_comes_before_rewards_that_are_equal() -> None:

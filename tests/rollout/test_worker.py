@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from broker.errors import BrokerUnavailable
 from broker.queue import Broker
-from broker.types import EngineRecord, EngineState, VersionRun, check_group
+from broker.types import NEWEST, EngineRecord, EngineState, VersionRun, check_group
 from rollout.samples import SampleLog
 from rollout.tasks import Prompt, Response, make_task
 from tests.broker.helpers import Run
@@ -317,6 +318,23 @@ async def test_a_reward_that_misbehaves_costs_its_sample_only(
         await until(lambda: ready(run.broker) == 4)
     assert [len(group.trajectories) for group in ready_groups(run, 2)] == [1, 1]
     assert worker.counters.totals()["reward_failures"] == 4
+
+
+async def test_a_reward_that_raises_is_logged_once_in_a_while_and_its_text_is_in_the_heartbeat(
+    run: Run, folder: Path, make_config: ConfigFactory
+) -> None:
+    worker = make_worker(make_config(), run.broker, folder, task=Awkward("raise"))
+
+    def said() -> dict[str, Any]:
+        return run.broker.snapshot().workers.get("w0", {})
+
+    with capture_logs() as logs:
+        async with working(worker):
+            await until(lambda: said().get("reward_failures", 0) >= 4)
+            await until(lambda: said().get("samples_rewarded", 0) >= 4)
+    assert said()[f"reward_failures{NEWEST}"] == "ZeroDivisionError: "
+    (line,) = [line for line in logs if line["event"] == "samples got no reward"]
+    assert (line["samples"], line["newest"]) == (1, "ZeroDivisionError: ")
 
 
 async def test_a_group_that_failed_for_its_rewards_says_why(run: Run, folder: Path, make_config: ConfigFactory) -> None:

@@ -1,4 +1,4 @@
-"""`lagrange up` with stand-ins for its processes: `fake_up.py CONFIG|--resume=FOLDER ROLE=BEHAVIOUR ...`."""
+"""`lagrange up` with stand-ins: `fake_up.py CONFIG|--resume=FOLDER [--requeue] ROLE=BEHAVIOUR ...`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FAKE = Path(__file__).with_name("fake_process.py")
 
 
 def main(arguments: list[str]) -> int:
-    behaviours = dict(argument.split("=", 1) for argument in arguments[1:])
+    requeue = "--requeue" in arguments
+    behaviours = dict(argument.split("=", 1) for argument in arguments[1:] if argument != "--requeue")
 
     def command(role: Role) -> list[str]:
         file = Path(role.command[role.command.index("--config") + 1])
@@ -28,6 +29,7 @@ def main(arguments: list[str]) -> int:
         return run(
             None if resume else Path(arguments[0]),
             resume=Path(resume) if resume else None,
+            requeue=requeue,
             commands=command,
             settings=settings,
         )

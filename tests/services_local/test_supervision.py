@@ -63,6 +63,13 @@ def test_the_last_words_offer_to_go_on_as_it_was_only_where_that_can_help() -> N
     assert "report.html" in farewell(End(0, "all steps are trained", "finished"), folder)
 
 
+def test_dead_letters_are_named_at_the_end_with_how_a_resume_issues_them_again() -> None:
+    for end in (End(FATAL, "trainer cannot go on", "failed"), End(0, "the data set has ended", "finished")):
+        said = farewell(end, Path("runs/r"), ["too few samples", "a reward failed: no number"])
+        assert "2 of its prompts are dead letters (the newest for: a reward failed: no number)" in said
+        assert said.endswith("lagrange up --resume runs/r --requeue")
+
+
 def test_a_command_that_is_suggested_is_called_as_this_program_was(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

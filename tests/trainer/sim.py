@@ -187,7 +187,12 @@ class World:
                 self.broker.release(ticket.group_id, "w")
                 self.broker.heartbeat_worker("w", {PAST_THE_END_MS: now})
                 break
-            if self.broker.submit(self.group(ticket)) == "accepted":
+            try:
+                group = self.group(ticket)
+            except ValueError as error:  # as of a reward that raises
+                self.broker.fail(ticket.group_id, "w", str(error))
+                continue
+            if self.broker.submit(group) == "accepted":
                 done += 1
         return done
 

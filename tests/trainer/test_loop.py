@@ -50,6 +50,31 @@ def test_a_data_set_without_enough_prompts_for_one_step_fails_and_says_so(config
         trainer.run()
 
 
+@pytest.mark.parametrize("trained", [0, 3])
+def test_prompts_that_became_dead_letters_are_named_with_the_newest_reason_when_no_more_come(
+    config: Any, handle: Broker, trained: int
+) -> None:
+    world = World(config, handle)
+    world.prompts = 10
+    real = world.group
+
+    def group(ticket: Any) -> Any:
+        if ticket.prompt_index >= trained:
+            raise ValueError("no reward: 'seven' is no number")
+        return real(ticket)
+
+    world.group = group  # type: ignore[method-assign]
+    trainer = trainer_of(config, handle, world, MemoryCheckpoints(), clock=itertools.count().__next__)
+    if trained:
+        with capture_logs() as said:
+            assert trainer.run() == "finished"
+        (end,) = [line for line in said if line["event"] == "the data set has ended"]
+        assert end["dead_letters"] == 7
+    else:
+        with pytest.raises(RunFailed, match=r"10 of its prompts are dead letters.*'seven' is no number.*--requeue"):
+            trainer.run()
+
+
 def test_version_zero_is_published_before_anything_else(config: Any, handle: Broker) -> None:
     trainer = trainer_of(config, handle, World(config, handle), MemoryCheckpoints())
     trainer.attach()
