@@ -83,6 +83,11 @@ def plan_resumed(folder: Path, overrides: dict[str, Any], *, requeue: bool = Fal
             f"{late}: the run has its model since it began (model.path in {file}), and its checkpoints are of that. "
             "Leave it out, or start a new run with it."
         )
+    if named := {"run.id", "run.directory"} & set(overrides):
+        raise ConfigError(
+            f"{min(named)}: a run that goes on has the name of its folder, {folder.absolute()}. Leave it out; to have "
+            "the run elsewhere, move that folder."
+        )
     with only_one(folder):  # its ports are in use while another `up` runs: say so, rather than move them
         config = examined(load_config(file, overrides), file)
         place = folder.absolute()

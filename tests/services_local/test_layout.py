@@ -123,6 +123,13 @@ def test_a_run_that_is_resumed_keeps_the_model_that_it_made(tmp_path: Path) -> N
             plan_resumed(tmp_path / "r", {name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("run.id", "other"), ("run.directory", "/elsewhere")])
+def test_a_run_that_is_resumed_keeps_its_name_and_place(tmp_path: Path, name: str, value: str) -> None:
+    prepare(plan_new(LOCAL, {"run.directory": str(tmp_path), "run.id": "r"}))
+    with pytest.raises(ConfigError, match=rf"^{name}: a run that goes on has the name of its folder, .*/r\. Leave it"):
+        plan_resumed(tmp_path / "r", {name: value})
+
+
 @pytest.mark.parametrize(
     ("ledger", "steps", "changed", "said"),
     [
