@@ -1,7 +1,8 @@
 """What a configuration means, in words and figures: the text of `lagrange check`.
 
 Invariant: pure functions; nothing is started, and a checkpoint or a task that is not on this machine is named as
-missing, not treated as an error of the file. Every estimate says what it counts.
+missing, not treated as an error of the file; a folder that is here and holds no checkpoint is one. Every estimate says
+what it counts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from configs.memory import Estimate, estimate, route_bytes_per_token
+from configs.memory import Estimate, cache_bytes_per_token, estimate, route_bytes_per_token
 from configs.model_sizes import ModelSizes, layout_problems, model_sizes, read_json, sizes_of_tiny
 from configs.rules import prompts_have_room
 from configs.schema import RunConfig
@@ -49,6 +50,7 @@ QWEN3_0_6B = ModelSizes(
 )
 KNOWN = {"qwen3-30b-a3b": QWEN3_30B_A3B, "qwen3-0.6b": QWEN3_0_6B}  # by the beginning of a folder's name
 COUNTED = ("qwen3_moe", "qwen3")  # model types whose parameters configs/memory.py counts
+CROWD = 4  # full responses that are asked for at once for each that the KV cache holds; most end before they are full
 
 
 def sizes_of(config: RunConfig) -> ModelSizes | None:
@@ -76,6 +78,12 @@ def errors(config: RunConfig) -> list[str]:
         found.append(
             f"task.name: {config.task.name!r} is no task name. Use small letters, digits and hyphens, as in max-digit."
         )
+    path = config.model.path
+    if path is not None and path.exists() and not (path / "config.json").is_file():
+        found.append(
+            f"model.path: {path} is here and holds no checkpoint (config.json is missing). Put a Hugging Face "
+            "checkpoint there, or name another folder."
+        )
     sizes = sizes_of(config)
     if sizes is not None and config.model.tiny is None:
         found += layout_problems(sizes, config.trainer.layout)
@@ -97,8 +105,7 @@ def warnings(config: RunConfig) -> list[str]:
     found = []
     sizes = sizes_of(config)
     interval, bound = config.weights.publish_interval, config.lag.max
-    slots = config.rollout.workers * config.rollout.concurrent_groups
-    limit = (bound + 1) * config.trainer.groups_per_step
+    slots, limit = _slots(config), (bound + 1) * config.trainer.groups_per_step
     if bound == 0:
         found.append(
             "lag.max is 0: the trainer waits for every generation and the engines for every step. This is safe, "
@@ -121,12 +128,14 @@ def warnings(config: RunConfig) -> list[str]:
             "trainer.routing_replay is off for a mixture of experts: trainer and engine may choose different experts "
             "for the same token, which shows as policy lag where there is none. Set it to required."
         )
-    if config.model.path is not None and not (config.model.path / "config.json").is_file():
+    if config.model.path is not None and not config.model.path.exists():
         how = "are not known" if sizes is None else "were taken from its name"
         found.append(
             f"model.path: {config.model.path} is not on this machine, so its sizes {how}. It has to be there before "
             "`lagrange up`."
         )
+    if crowd := _crowd(config, sizes):
+        found.append(crowd)
     e = None if sizes is None else estimate(config, sizes)
     if e is not None and e.queue_limit < e.queue_bytes / 2:
         found.append(
@@ -135,6 +144,36 @@ def warnings(config: RunConfig) -> list[str]:
             "to what the server has."
         )
     return found
+
+
+def _slots(config: RunConfig) -> int:
+    """Groups that all workers together may generate at once, whatever the bound admits."""
+    return config.rollout.workers * config.rollout.concurrent_groups
+
+
+def _crowd(config: RunConfig, sizes: ModelSizes | None) -> str:
+    """What is said of a KV cache that holds far fewer responses than workers ask an engine for at once; else "".
+
+    Of a cache that engine.memory_fraction alone bounds nothing is known: the device may be elsewhere.
+    """
+    rollout, engine = config.rollout, config.engine
+    groups = min(_slots(config), (config.lag.max + 1) * config.trainer.groups_per_step)
+    asked = -(-groups * rollout.samples_per_prompt // engine.replicas)
+    need = asked * rollout.max_new_tokens
+    if engine.urls or engine.max_total_tokens is None or engine.max_total_tokens * CROWD >= need:
+        return ""
+    takes = ""
+    if sizes is not None:
+        token = cache_bytes_per_token(sizes, engine.dtype)
+        takes = f" ({_bytes(engine.max_total_tokens * token)}; all of them would take {_bytes(need * token)})"
+    held = _plural(engine.max_total_tokens // rollout.max_new_tokens, "response")
+    return (
+        f"engine.max_total_tokens = {engine.max_total_tokens:,} lets an engine's KV cache hold {held} of "
+        f"rollout.max_new_tokens = {rollout.max_new_tokens:,} at once, and workers ask it for {asked:,}{takes}: the "
+        f"others wait, or are computed again. Set engine.max_total_tokens to {-(-need // CROWD):,} or more, or to null "
+        f"for all that engine.memory_fraction ({engine.memory_fraction:g} of the device's memory) leaves beside the "
+        "weights; or lower rollout.concurrent_groups."
+    )
 
 
 def meaning(config: RunConfig) -> list[tuple[str, str]]:

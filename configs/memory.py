@@ -88,6 +88,11 @@ def other_parameters(sizes: ModelSizes) -> int:
     return sizes.layers * (attention + norms) + routers + dense + embeddings + sizes.hidden
 
 
+def cache_bytes_per_token(sizes: ModelSizes, dtype: str) -> int:
+    """Bytes of one token in an engine's KV cache, over all its devices: a key and a value in each layer and head."""
+    return sizes.layers * 2 * sizes.key_value_heads * sizes.head_dim * NUMBER_BYTES[dtype]
+
+
 def route_bytes_per_token(sizes: ModelSizes) -> int:
     """Bytes of one token's routing trace: one or two for each layer and chosen expert."""
     return sizes.layers * sizes.top_k * (1 if sizes.experts <= 256 else 2)

@@ -49,7 +49,11 @@ class TaskSection(Section):
     """What is trained on: a name in the task registry and its parameters."""
 
     name: str = Field(..., description="Name in the task registry (docs/add-a-task.md).")
-    parameters: dict[str, Any] = Field(default_factory=dict, description="Passed to the task as keyword arguments.")
+    parameters: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Passed to the task as keyword arguments. A relative path, and a module of your own, is looked for "
+        "in the folder from which lagrange is called.",
+    )
     shaping: ShapingSection = Field(default_factory=ShapingSection, description="Added to the task's reward.")
     curriculum: CurriculumSection | None = Field(None, description="By pass rate, while the run goes on; null: none.")
     drop_equal_groups: bool = Field(

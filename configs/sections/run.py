@@ -158,6 +158,8 @@ class ModelSection(Section):
     """The policy that is trained: a checkpoint in Hugging Face layout, or a tiny one made on the spot."""
 
     path: Path | None = Field(
-        None, description="Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)."
+        None,
+        description="Folder of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer); a relative one is "
+        "below the folder from which lagrange is called.",
     )
     tiny: TinyModel | None = Field(None, description="Make a tiny random model instead.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from rollout.tasks.data_set import DataSetTask, load_function
+from rollout.tasks.data_set import DataSetTask
+from rollout.tasks.own_code import load_function
 from rollout.tasks.parameters import Positive, Seconds
 from rollout.tasks.types import NoReward, Prompt, Response
 

@@ -24,6 +24,10 @@ class BadRow(ValueError):
     """A row that cannot be used; the text names file and line."""
 
 
+class NotHere(BadRow):
+    """This machine has no such file; another one may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows(Generic[T]):
     """The rows of a file that can be used, in its order. skipped: how many could not."""
@@ -37,7 +41,8 @@ def read_rows(path: Path, read: Callable[[Mapping[str, Any]], T | None], *, malf
     """All rows of a .jsonl file through `read`, which raises ValueError or KeyError for a row that is no good.
 
     read gives None for a good row that is not wanted. malformed: "error" raises BadRow at the first bad row; "skip"
-    leaves bad rows out and counts them. Raises BadRow too if the file cannot be read or has no row.
+    leaves bad rows out and counts them. Raises BadRow too if the file cannot be read or has no row, and NotHere if
+    there is none.
     """
     if malformed not in ("error", "skip"):
         raise BadRow(f"malformed is {malformed!r}, expected 'error' or 'skip'")
@@ -61,7 +66,8 @@ def read_rows(path: Path, read: Callable[[Mapping[str, Any]], T | None], *, malf
                 if row is not None:
                     rows.append(row)
     except OSError as error:
-        raise BadRow(f"{path}: cannot be read ({error.strerror}); put it there, or name another file") from error
+        kind = NotHere if isinstance(error, FileNotFoundError | NotADirectoryError) else BadRow
+        raise kind(f"{path}: cannot be read ({error.strerror}); put it there, or name another file") from error
     if not rows:
         raise BadRow(f"{path}: no row can be used ({skipped} malformed)")
     if skipped:

@@ -124,6 +124,7 @@ class ProcessPool:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # the current folder would come before our packages
                 "-m",
                 "rollout.rewards.child",
                 stdin=asyncio.subprocess.PIPE,

@@ -6,10 +6,9 @@ verifier runs in a process that is killed when it hangs.
 
 from __future__ import annotations
 
-import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 from rollout.rewards.programs import Limits, run_program
 from rollout.rewards.service import Service
 from rollout.tasks.answers import extract, math_verifier, same_choice, same_mathematics, same_text
+from rollout.tasks.own_code import load_function
 from rollout.tasks.parameters import Positive, Seconds, check_parameters
 from rollout.tasks.source import BOXED, Source, SourceSettings
 from rollout.tasks.types import NoReward, Prompt, Response
@@ -176,20 +176,6 @@ class ServiceTask(DataSetTask):
     def reward(self, prompt: Prompt, response: Response) -> float:
         """Not used: the judge asks the service."""
         raise NoReward("the rewards of this task come from its service")
-
-
-def load_function(dotted: str) -> Callable[..., Any]:
-    """The function "package.module:name" or "package.module.name". Raises ValueError if there is none."""
-    module, colon, name = dotted.partition(":")
-    if not colon:
-        module, _, name = dotted.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"function: {dotted!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"function: {dotted!r} is no function")
-    return found  # type: ignore[no-any-return]
 
 
 def last_block(text: str) -> str:

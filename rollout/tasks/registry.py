@@ -72,7 +72,7 @@ def make_task(name: str, seed: int, parameters: Mapping[str, Any] | None = None)
         task = factory(seed=seed, **(parameters or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"task.parameters of {name!r}: {error}. Look up its parameters in docs/add-a-task.md."
+            f"task.parameters of {name!r}: {str(error).rstrip('.')}. Look up its parameters in docs/add-a-task.md."
         ) from error
     if not isinstance(task, Task):
         raise ConfigError(f"task.name: {name!r} gives {type(task).__name__}, which lacks name, prompt or reward")

@@ -119,6 +119,11 @@ class Source:
         """Rows that can be used, over all files."""
         return sum(len(rows.rows) for rows in self.files)
 
+    @property
+    def prompts(self) -> int | None:
+        """Prompts until the last epoch has ended; None: there is no end."""
+        return None if self.settings.epochs is None else self.settings.epochs * self.rows
+
     def row(self, index: int) -> tuple[str, Row]:
         """The source's name and the row of a prompt's index. Raises IndexError after the last epoch."""
         try:

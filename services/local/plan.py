@@ -30,7 +30,7 @@ class Plan:
 
     new_bound: lag.max was asked for now, so it replaces the one that steering may have left in Redis.
     over: how the run ended, if it did and there is nothing left to start; else "". requeue: its dead letters are issued
-    again.
+    again. warnings: what it wastes, as `lagrange check` says it.
     """
 
     config: RunConfig
@@ -39,6 +39,7 @@ class Plan:
     new_bound: bool = False
     over: str = ""
     requeue: bool = False
+    warnings: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -58,7 +59,8 @@ class Plan:
 
 def plan_new(file: Path, overrides: dict[str, Any]) -> Plan:
     """A new run of `file`, with an id and a folder of its own. Raises ConfigError and CannotStart."""
-    asked = examined(load_config(file, overrides), file)
+    asked = load_config(file, overrides)
+    warnings = examined(asked, file)
     directory = asked.run.directory.absolute()
     taken = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     run_id = asked.run.id or new_run_id(asked.run.name, time.localtime(), taken)
@@ -67,7 +69,7 @@ def plan_new(file: Path, overrides: dict[str, Any]) -> Plan:
         raise CannotStart(
             f"run.id: {folder} exists. Go on with it by `{program()} up --resume {folder}`, or choose another run.id."
         )
-    return _checked(asked, Plan(resolve(asked, run_id, directory), asked.model.tiny, resumed=False))
+    return _checked(asked, Plan(resolve(asked, run_id, directory), asked.model.tiny, resumed=False, warnings=warnings))
 
 
 def plan_resumed(folder: Path, overrides: dict[str, Any], *, requeue: bool = False) -> Plan:
@@ -89,7 +91,8 @@ def plan_resumed(folder: Path, overrides: dict[str, Any], *, requeue: bool = Fal
             "the run elsewhere, move that folder."
         )
     with only_one(folder):  # its ports are in use while another `up` runs: say so, rather than move them
-        config = examined(load_config(file, overrides), file)
+        config = load_config(file, overrides)
+        warnings = examined(config, file)
         place = folder.absolute()
         if config.model.path == config.run.folder / "model":
             config = config.model_copy(
@@ -100,7 +103,8 @@ def plan_resumed(folder: Path, overrides: dict[str, Any], *, requeue: bool = Fal
     if over:
         return Plan(resolved, None, resumed=True, over=over)
     new_bound = any(name.partition(".")[0] in ("lag", "weights") for name in overrides)
-    return _checked(resolved, Plan(resolved, None, resumed=True, new_bound=new_bound, requeue=requeue))
+    plan = Plan(resolved, None, resumed=True, new_bound=new_bound, requeue=requeue, warnings=warnings)
+    return _checked(resolved, plan)
 
 
 def nothing_left(folder: Path, ledger: Mapping[str, Any], steps: int, *, changed: bool) -> str:
@@ -122,12 +126,13 @@ def nothing_left(folder: Path, ledger: Mapping[str, Any], steps: int, *, changed
     return f"{folder} has finished: all {done} steps are trained. {report}\nTrain longer by: {longer}"
 
 
-def examined(config: RunConfig, file: Path) -> RunConfig:
-    """The same, if trainer and workers could use it. Raises ConfigError: an engine's start is long to wait for it."""
+def examined(config: RunConfig, file: Path) -> tuple[str, ...]:
+    """What a run would waste. Raises ConfigError if trainer or workers could not use its configuration at all: an
+    engine's start is long to wait for that."""
     found = examine(config)
     if problems := [*found.problems, *found.absent]:
         raise ConfigError("\n".join(f"{file}: {problem}" for problem in problems))
-    return config
+    return tuple(found.warnings)
 
 
 def prepare(plan: Plan) -> None:

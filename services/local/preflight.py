@@ -11,6 +11,7 @@ from pathlib import Path
 
 from configs import RunConfig
 
+ROOT = Path(__file__).resolve().parents[2]  # of the source, where Lagrange runs from that
 NEEDED_BYTES = 512 * 1024**2  # metrics, logs, three published versions and two checkpoints of a tiny model
 
 
@@ -37,8 +38,18 @@ def problems(config: RunConfig, *, free: int) -> list[str]:
             "or use model.tiny."
         )
     if not config.engine.urls and not config.engine.python.exists():
-        found.append(
-            f"engine.python: {config.engine.python} is missing, so SGLang cannot be started. Run `make setup`, or name "
-            "an interpreter that has SGLang."
-        )
+        found.append(_no_engine(config.engine.python))
     return found
+
+
+def _no_engine(python: Path) -> str:
+    """What is said of an interpreter for SGLang that is not there; `make setup` puts one below ROOT."""
+    if not python.is_absolute() and (ROOT / python).exists():
+        return (
+            f"engine.python: {python} is in {ROOT} and not in the folder from which lagrange is called, {Path.cwd()}. "
+            f"Set engine.python: {ROOT / python}, or call lagrange from {ROOT}."
+        )
+    return (
+        f"engine.python: {python} is missing, so SGLang cannot be started. Run `make setup`, or name an interpreter "
+        "that has SGLang."
+    )

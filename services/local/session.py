@@ -71,8 +71,11 @@ class Settings:
 
 
 def own_command(role: Role) -> list[str]:
-    """The command line of a role: this interpreter, and the same command that compose and Kubernetes use."""
-    return [sys.executable, "-m", "services", *role.command]
+    """The command line of a role: this interpreter, and the same command that compose and Kubernetes use.
+
+    -P: as in those, no file of the current folder takes the place of a module of ours.
+    """
+    return [sys.executable, "-P", "-m", "services", *role.command]
 
 
 def child_environment() -> dict[str, str]:

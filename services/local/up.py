@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console
+from rich.markup import escape
 
 from configs import ConfigError
 from configs.lifetime import signals_noted
@@ -56,6 +57,8 @@ def run(
         if plan.over:
             console.print(plan.over, soft_wrap=True, markup=False, highlight=False)
             return 0
+        for warning in plan.warnings:
+            console.print(f"[yellow]warning[/]  {escape(warning)}", soft_wrap=True, highlight=False)
         with only_one(plan.folder):
             prepare(plan)
             return Session(plan, commands, settings or Settings(), console, asked).run()

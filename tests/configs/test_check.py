@@ -31,6 +31,7 @@ def test_every_file_that_we_ship_is_valid(file: Path) -> None:
     config = load_config(file)
     assert errors(config) == []
     assert meaning(config)
+    assert not [said for said in warnings(config) if "max_total_tokens" in said]
 
 
 def test_the_papers_setting_is_what_its_files_say() -> None:
@@ -146,6 +147,26 @@ def test_the_distributed_optimizer_lowers_a_ranks_memory_by_the_copies_that_it_s
 )
 def test_a_setting_that_wastes_work_or_does_nothing_is_warned_of(overrides: dict[str, object], words: str) -> None:
     assert any(words in warning for warning in warnings(local(**overrides)))
+
+
+def test_a_cache_far_too_small_for_what_workers_ask_at_once_is_warned_of_with_figures_and_fields() -> None:
+    asked = {"rollout.max_new_tokens": 4096, "rollout.concurrent_groups": 32, "rollout.samples_per_prompt": 8,
+             "trainer.groups_per_step": 32, "engine.max_total_tokens": 20000}  # fmt: skip
+    one_gpu = CONFIGS / "qwen3-0.6b-one-gpu.yaml"
+    (said,) = [w for w in warnings(load_config(one_gpu, asked)) if w.startswith("engine.max_total_tokens = 20,000")]
+    for words in ("4 responses", "4,096 at once", "workers ask it for 512 (2.1 GiB; all of them would take 224.0 GiB)",
+                  "Set engine.max_total_tokens to 524,288 or more, or to null",
+                  "engine.memory_fraction (0.8", "rollout.concurrent_groups"):  # fmt: skip
+        assert words in said
+    for enough in ({"engine.max_total_tokens": 524288}, {"engine.max_total_tokens": None}, {"engine.replicas": 27},
+                   {"rollout.concurrent_groups": 1}, {"engine.urls": ["http://e:30000"]}):  # fmt: skip
+        assert not any("max_total_tokens =" in w for w in warnings(load_config(one_gpu, {**asked, **enough}))), enough
+
+
+def test_a_folder_that_is_here_and_holds_no_checkpoint_is_an_error_and_no_absence(tmp_path: Path) -> None:
+    config = local(**{"model.tiny": None, "model.path": str(tmp_path)})
+    assert "is here and holds no checkpoint" in errors(config)[0]
+    assert not any("not on this machine" in said for said in warnings(config))
 
 
 def test_a_bound_that_fits_is_not_warned_of() -> None:
