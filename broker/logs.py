@@ -1,7 +1,7 @@
 """Structured logs: one JSON object a line on standard error, each with run, process and version.
 
-Invariant: configuring twice changes nothing but the bound fields, no secret is ever a field, and no process ends because
-of its log: lines that a full disk refuses are counted, and the next one that it takes says how many.
+Invariant: configuring twice changes nothing but the bound fields, no secret is ever a field, and no log ends a process:
+lines that a full disk refuses are counted, and the next one that it takes says how many.
 """
 
 from __future__ import annotations
