@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import IO, TextIO, cast
+
+from rich.console import Console
 
 GONE = (errno.EPIPE, errno.EIO)
+
+
+def console_of(gone: Callable[[], object]) -> Console:
+    """A console on standard output, which may have been closed before we began. gone: see Output."""
+    return Console(file=None if sys.stdout is None else cast(IO[str], Output(sys.stdout, gone)))
 
 
 class Output:

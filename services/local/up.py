@@ -8,16 +8,15 @@ the first `lagrange up --resume runs/<id>` goes on.
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from configs import ConfigError
 from configs.lifetime import signals_noted
-from services.local.output import Output
+from services.local.output import console_of
 from services.local.plan import only_one, plan_new, plan_resumed, prepare
 from services.local.session import Commands, Session, Settings, own_command
 
@@ -53,7 +52,7 @@ def run(
             )
         else:
             raise ConfigError("name a configuration file, or a run to go on with: --resume runs/<id>")
-        console = console or Console(file=cast(IO[str], Output(sys.stdout, lambda: asked.append(signal.SIGPIPE))))
+        console = console or console_of(lambda: asked.append(signal.SIGPIPE))
         if plan.over:
             console.print(plan.over, soft_wrap=True, markup=False, highlight=False)
             return 0
