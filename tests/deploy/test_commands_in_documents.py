@@ -108,7 +108,7 @@ def served() -> frozenset[tuple[str, str]]:
     monitor = create_app(cast(Any, None), steer=cast(Any, object()))
     found = {(method.upper(), path) for path, item in monitor.openapi()["paths"].items() for method in item}
     sources = written("*.py")
-    found |= {(m.upper(), path) for m, path in re.findall(r'@app\.(get|post|delete)\(\s*"(/[^"]*)"', sources)}
+    found |= {(m.upper(), path) for m, path in re.findall(r'@\w+\.(get|post|delete)\(\s*"(/[^"]*)"', sources)}
     found |= {(m, path) for path, m in re.findall(r'Route\("(/[^"]*)", .*methods=\["(\w+)"\]', sources)}
     found |= set(re.findall(r'_call\("(\w+)", "(/[^"]*)"', sources))
     return frozenset((method, re.sub(r"\{\w+\}", "*", path)) for method, path in found)
