@@ -81,9 +81,10 @@ def test_the_current_folder_is_looked_at_last_and_only_when_it_is_needed(folder:
     assert sys.meta_path[:-1] == before
 
 
-def test_no_file_of_the_current_folder_takes_the_place_of_a_module_in_a_process_that_up_starts(folder: Path) -> None:
+def test_a_process_that_up_starts_finds_them_too_and_no_file_there_takes_the_place_of_a_module(folder: Path) -> None:
     for name in ("services.py", "configs.py", "trainer.py", "types.py"):
         (folder / name).write_text("raise SystemExit('shadowed')\n")
-    command = own_command(Role("any", ("check", str(LOCAL))))
+    task = "task={name: function-jsonl, parameters: {path: rows.jsonl, function: 'rewards_of_the_test:judge'}}"
+    command = own_command(Role("any", ("check", str(LOCAL), "--set", task)))
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
