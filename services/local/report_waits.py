@@ -14,7 +14,8 @@ from broker.types import Snapshot
 from services.local.charts import share_bar
 from services.local.metrics import Record
 from services.monitor.diagnosis import Bands
-from services.monitor.figures import admission_waits, number, wait_share
+from services.monitor.figures import Side, admission_waits, number, wait_share
+from services.monitor.figures import slow_side as side_of
 
 MUCH = Bands().wait_share
 REASONS = {
@@ -25,6 +26,13 @@ REASONS = {
     "no-trainer": "for a version to sample with",
     "paused": "admission was paused",
     "unavailable": "for Redis",
+}
+
+SIDES = {
+    Side.BOTH_WAIT: "Both sides wait: rollouts last longer than the bound allows for. A higher lag.max overlaps them.",
+    Side.SAMPLING_IS_SLOW: "Sampling is the slow side: more engines would help, a higher lag.max would not.",
+    Side.TRAINING_IS_SLOW: "The trainer is the slow side: a higher lag.max would only make the data older.",
+    Side.NEITHER_WAITS: "Neither side waits much for the other.",
 }
 
 
@@ -69,13 +77,7 @@ def slow_side(records: Sequence[Record], waits: Mapping[str, Any]) -> str:
     if trainer is None or not waits.get("worker_s"):
         return "How long workers waited is known once the run has ended."
     bound = waits["by_reason"].get("bound", 0.0) / waits["worker_s"]
-    if trainer > MUCH:
-        if bound > MUCH:
-            return "Both sides wait: rollouts last longer than the bound allows for. A higher lag.max overlaps them."
-        return "Sampling is the slow side: more engines would help, a higher lag.max would not."
-    if bound > MUCH:
-        return "The trainer is the slow side: a higher lag.max would only make the data older."
-    return "Neither side waits much for the other."
+    return SIDES[side_of(trainer, bound, MUCH)]
 
 
 def restarts(counters: Mapping[str, float]) -> str:

@@ -6,7 +6,6 @@ order of `Verdict`: what endangers learning comes before what only costs time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
@@ -15,6 +14,7 @@ from pydantic import BaseModel, Field
 from broker.types import EngineState, Snapshot
 from services.monitor.figures import (
     HELD_BACK,
+    Side,
     admission_wait_share,
     capacity,
     dropped_share,
@@ -25,6 +25,8 @@ from services.monitor.figures import (
     mean,
     number,
     restart_stale_share,
+    settled,
+    slow_side,
     stale_share,
     unrewarded,
     unrewarded_share,
@@ -32,6 +34,11 @@ from services.monitor.figures import (
 )
 
 Records = Sequence[Mapping[str, object]]
+RECENT_STEPS = 20
+ENOUGH_STEPS = 10
+"""With fewer steps since the trainer's first (figures.settled), its waits say nothing of who is the slow side."""
+ENOUGH_S = 10.0
+"""Over less, the workers' waits say nothing of it."""
 
 
 class Verdict(StrEnum):
@@ -72,21 +79,24 @@ class Finding(BaseModel):
 
     verdict: Verdict
     because: str = Field(examples=["the trainer waits 61 % of its time for groups"])
-    change: str = Field(examples=["add 2 engines"])
+    change: str = Field(examples=["use about twice as many engines"])
 
 
 class Diagnosis(BaseModel):
     """The verdict, all findings, and the figures that were looked at (null: not known yet)."""
 
     verdict: Verdict
-    headline: str = Field(examples=["starved: the trainer waits 61 % of its time for groups; add 2 engines"])
+    headline: str = Field(
+        examples=["starved: the trainer waits 61 % of its time for groups; use about twice as many engines"]
+    )
     findings: list[Finding]
     figures: dict[str, float | None]
     bands: Bands
 
 
 def diagnose(now: Snapshot, before: Snapshot | None, records: Records, bands: Bands | None = None) -> Diagnosis:
-    """Diagnose a run. before: a snapshot of about a minute ago, or None. records: of the last steps, any order."""
+    """Diagnose a run. before: a snapshot of about a minute ago, or None. records: of the last steps, newest first; the
+    last RECENT_STEPS count."""
     bands = bands or Bands()
     figures = figures_of(now, before, records)
     tests: tuple[Callable[[Snapshot, Mapping[str, float | None], Bands], Finding | None], ...] = (
@@ -108,6 +118,8 @@ def diagnose(now: Snapshot, before: Snapshot | None, records: Records, bands: Ba
         headline = f"{verdict}: {findings[0].because}; {findings[0].change}"
     else:
         verdict, headline = Verdict.HEALTHY, "healthy: every figure is inside its band"
+        if (left := ENOUGH_STEPS - int(figures["steps_settled"] or 0)) > 0:
+            headline = f"healthy so far: who waits for whom is told in {left} step{'s' if left > 1 else ''}"
     return Diagnosis(verdict=verdict, headline=headline, findings=findings, figures=figures, bands=bands)
 
 
@@ -132,7 +144,10 @@ def why_no_step_comes(now: Snapshot) -> str | None:
 
 
 def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict[str, float | None]:
-    """All figures that the verdict looks at; null where nothing is known yet."""
+    """All figures that the verdict looks at; null where nothing is known yet. The trainer's waits are counted from its
+    first step on, as in the report."""
+    steady = settled(records)[-RECENT_STEPS:]
+    records = records[:RECENT_STEPS]
     routable = [engine for engine in now.engines if engine.routable]
     known = {
         key: mean(number(r, key) for r in records)
@@ -140,7 +155,9 @@ def figures_of(now: Snapshot, before: Snapshot | None, records: Records) -> dict
     }
     nonfinite = [value for r in records if (value := number(r, "nonfinite_fraction")) is not None]
     return {
-        "trainer_wait_share": wait_share(records),
+        "trainer_wait_share": wait_share(steady),
+        "steps_settled": float(len(steady)),
+        "seconds_watched": (now.time_ms - before.time_ms) / 1000 if before is not None else None,
         "admission_blocked_share": admission_wait_share(now, before, HELD_BACK),
         "bound_wait_share": admission_wait_share(now, before, ["bound"]),
         "memory_wait_share": admission_wait_share(now, before, ["memory"]),
@@ -283,31 +300,41 @@ def _stale(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Findin
 
 
 def _starved(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
-    share = f["trainer_wait_share"]
+    share, held = _settled_wait(f), f["bound_wait_share"]
     if share is None or share <= bands.wait_share:
         return None
-    because = f"the trainer waits {_percent(share)} of its time for groups"
-    held = f["bound_wait_share"]
     if _above(f["memory_wait_share"], bands.wait_share):
         change = "raise redis.max_memory_mb: memory holds back the next groups while these are sampled"
-    elif in_flight(now) >= capacity(now) if held is None else held > bands.wait_share:
+    elif held is None or _above(ENOUGH_S, f["seconds_watched"]):
+        change = f"look again when workers were seen for {ENOUGH_S:.0f} s: what holds them back says what helps"
+    elif slow_side(share, held, bands.wait_share) is Side.BOTH_WAIT:
         change = f"raise lag.max above {now.max_lag}: the bound holds back the next groups while these are sampled"
     else:
-        more = more_engines(share, int(f["engines"] or 0))
         change = (
-            f"add {more} engine{'s' if more > 1 else ''} if there are GPUs or idle cores for them, else raise "
+            f"use {more_engines(share)} if there are GPUs or idle cores for them, else raise "
             "rollout.concurrent_groups or shorten responses (rollout.max_new_tokens)"
         )
+    because = f"the trainer waits {_percent(share)} of its time for groups"
     return Finding(verdict=Verdict.STARVED, because=because, change=change)
 
 
-def more_engines(share: float, engines: int) -> int:
-    """Engines to add so that the wait would vanish, if sampling scales with them: now they cover 1 - share."""
-    return max(1, math.ceil(engines * (1 / (1 - min(share, 0.99)) - 1) - 1e-9))
+def _settled_wait(f: Mapping[str, float | None]) -> float | None:
+    """The trainer's share of waiting; None with fewer than ENOUGH_STEPS."""
+    return f["trainer_wait_share"] if (f["steps_settled"] or 0) >= ENOUGH_STEPS else None
+
+
+def more_engines(share: float) -> str:
+    """How many engines to use in place of those that cover 1 - share now, if sampling scales with them.
+
+    The share is too rough for a number, and for more than doubling them before one looks again.
+    """
+    return f"about {'1.5 times' if share < 0.4 else 'twice'} as many engines"
 
 
 def _saturated(now: Snapshot, f: Mapping[str, float | None], bands: Bands) -> Finding | None:
-    share, wait = f["admission_blocked_share"], f["trainer_wait_share"]
+    share, wait = f["admission_blocked_share"], _settled_wait(f)
+    if wait is None:
+        return None
     blocked = _above(share, bands.blocked_share)
     full = now.groups.ready >= max(1, now.max_lag) * now.groups_per_step and in_flight(now) >= capacity(now)
     if not (blocked or full) or _above(wait, bands.wait_share):

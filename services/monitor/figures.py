@@ -6,10 +6,15 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import pairwise
+from typing import TypeVar
 
 from pydantic import BaseModel, Field
 
 from broker.types import NEWEST, Snapshot
+
+R = TypeVar("R", bound=Mapping[str, object])
 
 
 class Distribution(BaseModel):
@@ -83,6 +88,44 @@ def wait_share(records: Sequence[Mapping[str, object]]) -> float | None:
         if wait is not None and step is not None and step > 0:
             waits, steps = waits + wait, steps + max(wait, step)
     return waits / steps if steps else None
+
+
+def settled(records: Iterable[R]) -> list[R]:
+    """By rising step, the steps after the first that the trainer made since it attached last: what that one waited for
+    was the engines' start.
+
+    A trainer that attaches begins a version of its own without a batch (docs/lag-bound.md), so its first step's version
+    is not one more than the step's before. Of two records of one step the first given (the newer) counts.
+    """
+    by_step: dict[float, R] = {}
+    for record in records:
+        if (step := number(record, "step")) is not None:
+            by_step.setdefault(step, record)
+    ordered = [by_step[step] for step in sorted(by_step)]
+    versions = [number(record, "version") for record in ordered]
+    pairs = enumerate(pairwise(versions), 1)
+    firsts = [at for at, (last, this) in pairs if last is not None and this is not None and this != last + 1]
+    return ordered[max([0, *firsts]) + 1 :]
+
+
+class Side(Enum):
+    """Who waits for whom."""
+
+    SAMPLING_IS_SLOW = auto()
+    TRAINING_IS_SLOW = auto()
+    BOTH_WAIT = auto()
+    NEITHER_WAITS = auto()
+
+
+def slow_side(trainer: float, bound: float, much: float) -> Side:
+    """Which side the other waits for. trainer: share of its time that it waits for groups; bound: share of the workers'
+    time that they are held at the lag bound, for the trainer; much: from where a share counts.
+
+    Both wait where rollouts last longer than the bound allows for: only a higher one lets them overlap.
+    """
+    if trainer > much:
+        return Side.BOTH_WAIT if bound > much else Side.SAMPLING_IS_SLOW
+    return Side.TRAINING_IS_SLOW if bound > much else Side.NEITHER_WAITS
 
 
 def stale_share(now: Snapshot, before: Snapshot | None) -> float | None:

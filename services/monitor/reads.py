@@ -87,7 +87,7 @@ def reads(may_read: Sequence[Any]) -> APIRouter:
     @made.get("/v1/trainer")
     async def trainer(seen: Seen) -> views.TrainerAnswer:
         """The trainer and its last step."""
-        return views.trainer(seen.snapshot, seen.records[: views.RECENT_STEPS])
+        return views.trainer(seen.snapshot, seen.records)
 
     @made.get("/v1/ledger")
     async def ledger(seen: Seen) -> views.LedgerAnswer:
@@ -137,7 +137,7 @@ def reads(may_read: Sequence[Any]) -> APIRouter:
     @made.get("/metrics", response_class=Response)
     async def metrics(seen: SeenInFull) -> Response:
         """For Prometheus (docs/metrics.md)."""
-        verdict = diagnose(seen.snapshot, seen.before, seen.records[: views.RECENT_STEPS])
+        verdict = diagnose(seen.snapshot, seen.before, seen.records)
         return Response(render(seen.snapshot, verdict), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return made

@@ -34,7 +34,11 @@ class Watched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A snapshot, one of about a minute before (None: not seen), and the last steps' records, newest first."""
+    """A snapshot, an earlier one (None: not seen) and the last steps' records, newest first.
+
+    before: of about a minute ago, or of when the first engine served if that was later: what was waited for while a run
+    started says nothing of how it goes.
+    """
 
     snapshot: Snapshot
     before: Snapshot | None
@@ -87,8 +91,9 @@ class Source:
             records = last.records
         if not self._earlier or snapshot.time_ms - self._earlier[-1].time_ms >= 1000 * WINDOW_S / (EARLIER_KEPT - 4):
             self._earlier.append(snapshot)
-        recent = (s for s in self._earlier if snapshot.time_ms - s.time_ms <= 1000 * WINDOW_S)
-        before = next(recent, None)
+        recent = [s for s in self._earlier if snapshot.time_ms - s.time_ms <= 1000 * WINDOW_S]
+        going = (s for s in recent if any(engine.routable for engine in s.engines))
+        before = next(going, next(iter(recent), None))
         return Look(snapshot, before if before is not snapshot else None, records)
 
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 from broker.types import EngineRecord, LagCount, Snapshot, Tally
 from services.monitor import detail
 from services.monitor.detail import EvaluationAnswer, EventAnswer, NamedStaleness, Wait, flat
-from services.monitor.diagnosis import Diagnosis, Records, diagnose
-from services.monitor.figures import capacity, finite, in_flight, number, wait_share
+from services.monitor.diagnosis import RECENT_STEPS, Diagnosis, Records, diagnose
+from services.monitor.figures import capacity, finite, in_flight, number, settled, wait_share
 from services.monitor.shapes import Answer, LagBucket, Lags, base, lags
 from services.monitor.tiles import tiles
 
@@ -278,7 +278,7 @@ def trainer(s: Snapshot, records: Records) -> TrainerAnswer:
         durable_step=s.durable_step,
         epoch=s.epoch,
         lease_left_seconds=None if left is None else left / 1000,
-        wait_share=wait_share(records),
+        wait_share=wait_share(settled(records)[-RECENT_STEPS:]),
         metrics=metrics,
     )
 
@@ -305,23 +305,20 @@ def history(records: Records) -> dict[str, list[float | None]]:
     return {key: [number(by_step[step], key) for step in sorted(by_step)] for key in HISTORY}
 
 
-RECENT_STEPS = 20
-
-
 def diagnosis(s: Snapshot, before: Snapshot | None, records: Records) -> DiagnosisAnswer:
-    """GET /v1/diagnosis. records: newest first; the last RECENT_STEPS count."""
-    return DiagnosisAnswer(**base(s), diagnosis=diagnose(s, before, records[:RECENT_STEPS]))
+    """GET /v1/diagnosis. records: newest first."""
+    return DiagnosisAnswer(**base(s), diagnosis=diagnose(s, before, records))
 
 
 def overview(s: Snapshot, before: Snapshot | None, records: Records) -> Overview:
     """GET /v1/overview: what the page shows."""
-    found = diagnose(s, before, records[:RECENT_STEPS])
+    found = diagnose(s, before, records)
     return Overview(
         **base(s),
         progress=run(s),
         staleness=staleness(s),
         fleet=engines(s),
-        trainer=trainer(s, records[:RECENT_STEPS]),
+        trainer=trainer(s, records),
         diagnosis=found,
         tiles=tiles(s, found.figures),
         events=detail.events(s, detail.FEW).events,

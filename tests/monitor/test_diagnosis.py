@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.types import NEWEST, EngineRecord, EngineState, Snapshot, Tally
-from services.monitor.diagnosis import Verdict, diagnose, more_engines
-from services.monitor.figures import distribution, finite, wait_share
+from services.local.report_waits import slow_side
+from services.monitor.diagnosis import Diagnosis, Verdict, diagnose
+from services.monitor.figures import distribution, finite, settled, wait_share
 from services.monitor.views import history
 
 ENGINE = EngineRecord("engine-0", "http://e", EngineState.SERVING, 10)
@@ -36,7 +38,18 @@ RUNNING = Snapshot(
     workers={"w0": {}, "w1": {}},
 )
 EARLIER = replace(RUNNING, time_ms=RUNNING.time_ms - 60_000, tokens=Tally(trained=600))
-CALM = [{"wait_s": 0.05, "step_s": 1.0, "gate_rate": 0.1, "log_ratio_abs_mean": 0.01, "ess": 0.95, "entropy": 1.0}]
+CALM_STEP = {"step_s": 1.0, "gate_rate": 0.1, "log_ratio_abs_mean": 0.01, "ess": 0.95, "entropy": 1.0}
+START_S = 31.0  # that a run's first step waited, while its engines started
+
+
+def steps(number: int = 11, *, first: int = 1, version: int = 1, **figures: object) -> list[dict[str, object]]:
+    """Records of the steps since the trainer attached, newest first; the first waited for the engines' start."""
+    calm = {**CALM_STEP, "wait_s": 0.05, **figures}
+    made = [{**calm, "step": first + n, "version": version + n} for n in range(number)]
+    return [*made[:0:-1], {**made[0], "wait_s": START_S, "step_s": START_S + 1}]
+
+
+CALM = steps()
 
 
 def test_a_run_whose_figures_are_all_in_their_bands_is_healthy() -> None:
@@ -47,18 +60,6 @@ def test_nothing_is_concluded_from_nothing() -> None:
     assert diagnose(replace(RUNNING, tokens=Tally()), None, []).verdict is Verdict.HEALTHY
 
 
-def test_a_trainer_that_waits_is_starved_and_is_told_how_many_engines_to_add() -> None:
-    found = diagnose(RUNNING, EARLIER, [{**CALM[0], "wait_s": 0.7}])
-    assert found.verdict is Verdict.STARVED
-    assert "70 %" in found.headline
-    assert "add 3 engines if there are GPUs or idle cores for them, else raise rollout.conc" in found.headline
-
-
-def test_a_trainer_that_waits_at_the_bound_is_told_to_raise_the_bound() -> None:
-    full = replace(RUNNING, max_lag=0, groups=Tally(issued=176, generating=16, trained=160))
-    assert "raise lag.max above 0" in diagnose(full, EARLIER, [{**CALM[0], "wait_s": 0.7}]).headline
-
-
 def beats(now: Snapshot, **seconds: float) -> Snapshot:
     """Two workers whose heartbeats are of now; each says that it has waited so long, by reason."""
     totals = {f"admission_wait_{reason}_seconds": value for reason, value in seconds.items()}
@@ -66,17 +67,73 @@ def beats(now: Snapshot, **seconds: float) -> Snapshot:
     return replace(now, workers={"w0": stats, "w1": stats})
 
 
+def waiting(share: float, now: Snapshot = RUNNING, *, bound: float = 3.0, number: int = 11) -> Diagnosis:
+    """Of a run whose trainer waits for this share, while the bound held each worker back for so many seconds of 60."""
+    return diagnose(beats(now, bound=bound), beats(EARLIER), steps(number, wait_s=share))
+
+
+@pytest.mark.parametrize(("share", "advice"), [(0.7, "about twice as many engines"), (0.3, "about 1.5 times as many")])
+def test_a_trainer_that_waits_is_starved_and_is_told_about_how_many_engines_it_takes(share: float, advice: str) -> None:
+    found = waiting(share)
+    assert found.verdict is Verdict.STARVED
+    assert f"{share * 100:.0f} %" in found.headline
+    assert f"use {advice}" in found.headline
+    assert "if there are GPUs or idle cores for them, else raise rollout.conc" in found.headline
+
+
 def test_a_trainer_that_waits_while_the_bound_held_workers_back_is_told_so_at_every_moment() -> None:
     """What is in flight goes up and down within a step; the advice does not."""
-    waits, before = [{**CALM[0], "wait_s": 0.7}], beats(EARLIER)
     full = replace(RUNNING, groups=Tally(issued=240, generating=80, trained=160))
     for now in (RUNNING, full):
-        assert "raise lag.max above 4" in diagnose(beats(now, bound=30.0), before, waits).headline
-        assert "add 3 engines" in diagnose(beats(now, bound=3.0), before, waits).headline
+        assert "raise lag.max above 4" in waiting(0.7, now, bound=30.0).headline
+        assert "twice as many engines" in waiting(0.7, now, bound=3.0).headline
+
+
+def test_the_start_of_the_engines_is_no_wait_and_few_steps_give_no_advice() -> None:
+    """Step 11 of a run whose first step waited for 31 s, and each other for an eighth of its time."""
+    eleven = waiting(0.125)
+    assert (eleven.verdict, eleven.figures["trainer_wait_share"]) == (Verdict.HEALTHY, 0.125)
+    for bound in (3.0, 30.0):
+        for number in range(1, 11):
+            early = waiting(0.9, bound=bound, number=number)
+            assert early.findings == []
+            assert early.headline.startswith(f"healthy so far: who waits for whom is told in {11 - number} step")
+        assert waiting(0.9, bound=bound, number=11).verdict is Verdict.STARVED
+
+
+def test_after_a_resume_the_steps_are_counted_anew() -> None:
+    before = steps(20, wait_s=0.9)
+    again = steps(10, first=21, version=22, wait_s=0.9)  # a trainer that attaches takes a version for itself
+    workers = (beats(RUNNING, bound=30.0), beats(EARLIER))
+    assert [record["step"] for record in settled([*again, *before])] == list(range(22, 31))
+    assert diagnose(*workers, [*again, *before]).findings == []
+    again = steps(11, first=21, version=22, wait_s=0.9)
+    assert diagnose(*workers, [*again, *before]).figures["trainer_wait_share"] == pytest.approx(0.9)
+
+
+def test_what_holds_workers_back_is_not_guessed_before_they_were_seen_for_a_while() -> None:
+    for before in (None, beats(replace(EARLIER, time_ms=RUNNING.time_ms - 2000))):
+        found = diagnose(beats(RUNNING, bound=1.9), before, steps(wait_s=0.7))
+        assert "look again when workers were seen for 10 s" in found.headline
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(2, 40))
+def test_verdict_and_report_never_contradict_each_other(trainer: float, bound: float, number: int) -> None:
+    """Of the same waits; the report's words are those of services/local/report_waits.py."""
+    headline = waiting(trainer, bound=60 * bound, number=number).headline
+    waits = {"since_step": 1, "worker_s": 120.0, "by_reason": {"bound": 120.0 * bound}}
+    report = slow_side(steps(number, wait_s=trainer), waits)
+    if "engines if there" in headline:
+        assert "more engines would help" in report
+    if "raise lag.max above" in headline:
+        assert "A higher lag.max overlaps them" in report
+    if "saturated" in headline:
+        assert "The trainer is the slow side" in report
 
 
 def test_a_trainer_that_waits_while_memory_held_workers_back_is_not_told_to_add_engines() -> None:
-    found = diagnose(beats(RUNNING, memory=30.0), beats(EARLIER), [{**CALM[0], "wait_s": 0.7}])
+    found = diagnose(beats(RUNNING, memory=30.0), beats(EARLIER), steps(wait_s=0.7))
     assert "raise redis.max_memory_mb" in found.headline
 
 
@@ -113,8 +170,8 @@ def test_the_wait_for_the_first_engine_is_no_fault_of_weight_sync() -> None:
     assert (found.verdict, found.figures["engine_wait_share"]) == (Verdict.HEALTHY, None)
 
 
-def filtered(groups: int, without: int, **more: float) -> list[dict[str, float]]:
-    return [{**CALM[0], "groups": groups, "groups_filtered": without, "reward_mean": 0.25, **more}] * 4
+def filtered(groups: int, without: int, **more: Any) -> list[dict[str, object]]:
+    return steps(groups=groups, groups_filtered=without, reward_mean=0.25, **more)[:4]
 
 
 def test_groups_whose_rewards_are_all_equal_teach_nothing_and_that_is_said_with_what_to_change() -> None:
@@ -143,7 +200,7 @@ def counted(snapshot: Snapshot, failed: int, accepted: int) -> Snapshot:
 
 
 def test_groups_that_fail_are_the_verdict_and_it_says_where_their_reasons_are() -> None:
-    found = diagnose(counted(RUNNING, 401, 0), counted(EARLIER, 101, 0), [{**CALM[0], "wait_s": 0.9}])
+    found = diagnose(counted(RUNNING, 401, 0), counted(EARLIER, 101, 0), steps(wait_s=0.9))
     assert [finding.verdict for finding in found.findings] == [Verdict.FAILING, Verdict.STARVED]
     assert "100 % of the finished groups failed" in found.headline
     assert "`lagrange groups list RUN --state dead`" in found.headline
@@ -170,7 +227,7 @@ def judged(snapshot: Snapshot, rewarded: int, failed: int, name: str = "reward_f
 @pytest.mark.parametrize("name", ["reward_failures", "episode_failures"])
 def test_samples_without_a_reward_are_the_verdict_before_a_wait_with_what_was_raised(name: str) -> None:
     now, before = judged(RUNNING, 1400, 1200, name), judged(EARLIER, 1000, 800, name)
-    found = diagnose(now, before, [{**CALM[0], "wait_s": 0.7}])
+    found = diagnose(now, before, steps(wait_s=0.7))
     assert [finding.verdict for finding in found.findings] == [Verdict.UNREWARDED, Verdict.STARVED]
     assert "50 % of the samples got no reward" in found.headline
     assert RAISED in found.headline
@@ -201,7 +258,10 @@ def test_groups_that_fail_for_their_rewards_are_said_to() -> None:
 
 
 def test_a_policy_that_falls_apart_comes_before_rewards_that_are_equal() -> None:
-    verdicts = [f.verdict for f in diagnose(RUNNING, EARLIER, filtered(16, 16, ess=0.1, wait_s=0.9)).findings]
+    verdicts = [
+        f.verdict
+        for f in diagnose(RUNNING, EARLIER, steps(groups=16, groups_filtered=16, ess=0.1, wait_s=0.9)).findings
+    ]
     assert verdicts == [Verdict.UNSTABLE, Verdict.NO_GRADIENT, Verdict.STARVED]
 
 
@@ -244,7 +304,7 @@ ALONE = replace(RUNNING, groups=Tally(issued=164, generating=4, trained=160))
     ],
 )
 def test_a_run_that_lacks_a_part_is_told_which_and_not_to_add_engines(now: Snapshot, says: str) -> None:
-    found = diagnose(now, EARLIER, [{**CALM[0], "wait_s": 0.9}])
+    found = diagnose(now, EARLIER, steps(wait_s=0.9))
     assert found.verdict is Verdict.NOT_RUNNING
     assert found.headline.startswith(says)
 
@@ -294,14 +354,14 @@ def test_waste_of_the_last_minute_is_stale_and_old_waste_is_not() -> None:
     "figure",
     [{"gate_rate": 0.9}, {"log_ratio_abs_mean": 2.0}, {"ess": 0.1}, {"entropy": 1e-9}, {"nonfinite_fraction": 0.01}],
 )
-def test_a_figure_of_the_loss_out_of_its_band_is_unstable_and_comes_before_all_else(figure: dict[str, float]) -> None:
-    found = diagnose(RUNNING, EARLIER, [{**CALM[0], "wait_s": 0.9, **figure}])
+def test_a_figure_of_the_loss_out_of_its_band_is_unstable_and_comes_before_all_else(figure: dict[str, Any]) -> None:
+    found = diagnose(RUNNING, EARLIER, steps(wait_s=0.9, **figure))
     assert found.verdict is Verdict.UNSTABLE
     assert [f.verdict for f in found.findings] == [Verdict.UNSTABLE, Verdict.STARVED]
 
 
 def test_all_figures_of_the_loss_that_are_out_of_their_bands_are_named() -> None:
-    found = diagnose(RUNNING, EARLIER, [{**CALM[0], "gate_rate": 0.9, "ess": 0.1, "entropy": 1e-9}])
+    found = diagnose(RUNNING, EARLIER, steps(gate_rate=0.9, ess=0.1, entropy=1e-9))
     assert found.headline == (
         "unstable: SAT gates 90 % of the tokens, the effective sample size is 10 % of the tokens, the policy's entropy "
         "is 1e-09; lower trainer.optimizer.learning_rate or lag.max; set trainer.loss.entropy_coefficient"
@@ -316,12 +376,6 @@ def test_what_the_trainer_writes_of_sat_in_a_part_of_its_record_is_seen(figure: 
 
 def test_a_run_that_does_not_run_has_no_verdict() -> None:
     assert diagnose(replace(RUNNING, status="finished"), EARLIER, CALM).verdict is Verdict.NOT_RUNNING
-
-
-@settings(deadline=None)
-@given(st.floats(0, 1), st.integers(1, 100))
-def test_at_least_one_engine_is_asked_for(share: float, engines: int) -> None:
-    assert more_engines(share, engines) >= 1
 
 
 @settings(deadline=None)

@@ -12,6 +12,7 @@ import pytest
 
 from broker.queue import Broker
 from broker.types import EngineRecord, EngineState, Snapshot
+from services.monitor import diagnosis
 from services.monitor.app import create_app
 from services.monitor.metrics import METRICS
 from services.monitor.source import Source
@@ -129,7 +130,10 @@ async def test_every_tile_has_its_value_without_scripts(run: Run, http: httpx.As
     assert re.findall(r"<td>(\d*)</td>", lags[1]) == ["0", "0", "16", "48", "1", "0", "16", "48", "2", "20", "0", "0"]
 
 
-async def test_a_page_of_a_run_that_stands_still_shows_all_that_was_found(run: Run, http: httpx.AsyncClient) -> None:
+async def test_a_page_of_a_run_that_stands_still_shows_all_that_was_found(
+    run: Run, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "ENOUGH_STEPS", 1)
     run.broker.steer("drain", why="by test")
     page = (await http.get("/")).text
     assert '<p id="headline">the run is draining</p>' in page
@@ -157,7 +161,7 @@ async def test_prometheus_gets_every_documented_metric_and_no_other(http: httpx.
     assert families == {metric.exposed for metric in METRICS}
     assert 'lagrange_groups{state="ready"} 20.0' in text
     assert 'lagrange_trained_lag_tokens{lag="1"} 48.0' in text
-    assert 'lagrange_verdict{verdict="starved"} 1.0' in text
+    assert 'lagrange_verdict{verdict="healthy"} 1.0' in text
     assert "nan" not in text.lower().replace("nanoseconds", "")
 
 

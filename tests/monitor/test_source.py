@@ -96,3 +96,18 @@ def test_shares_of_the_last_minute_begin_anew_when_redis_is_another_one(run: Run
     }
     redis.answer = replace(seen, **later[lost])  # type: ignore[arg-type]
     assert source.look().before is None
+
+
+def test_the_earlier_look_is_of_no_moment_before_the_first_engine_served(run: Run) -> None:
+    """What workers waited for while the engines started would hide what the bound holds them back for now."""
+    serving = run.broker.snapshot()
+    starting = replace(serving, engines=())
+    redis, now = Slow(starting), 0.0
+    redis.go.set()
+    source = Source(redis, fresh_s=0.1, clock=lambda: now)
+    befores = []
+    for seconds, snapshot in enumerate((starting, starting, serving, serving, serving)):
+        redis.answer, now = replace(snapshot, time_ms=serving.time_ms + 1000 * seconds), float(seconds)
+        before = source.look().before
+        befores.append((before.time_ms - serving.time_ms) // 1000 if before is not None else None)
+    assert befores == [None, 0, None, 2, 2]
