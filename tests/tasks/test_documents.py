@@ -58,6 +58,18 @@ def test_the_pages_example_is_a_task_and_a_run_with_it_can_start(
     assert 0.05 < sum(rewards) / len(rewards) < 0.3  # of the untrained model, whose 32 tokens are equally likely
 
 
+def test_the_pages_function_judges_the_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGE[PAGE.index("## A function is enough") :]
+    module = ModuleType("my_rewards")
+    exec(compile(block("python", page), "docs/add-a-task.md", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_rewards", module)
+    asked = yaml.safe_load(block("yaml", page))["task"]
+    (tmp_path / asked["parameters"]["path"]).write_text('{"question": "capital?", "answer": "Paris"}')
+    monkeypatch.chdir(tmp_path)
+    task = make_task(asked["name"], 0, asked["parameters"])
+    assert [task.reward(task.prompt(0), Response(said, (), "stop")) for said in ("It is Paris.", "Rome")] == [1.0, 0.0]
+
+
 async def test_the_page_on_agents_shows_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
     module = ModuleType("my_package.agent")
