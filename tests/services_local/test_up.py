@@ -23,11 +23,14 @@ from rich.console import Console
 
 from broker.keys import Keys
 from broker.queue import Broker
+from configs import load_config
 from services.local.layout import CannotStart
 from services.local.open_run import read_beginning
 from services.local.plan import only_one, plan_new, prepare
 from services.local.session import Session, Settings
 from services.local.starting import USUAL
+from tests.broker.helpers import WORKER
+from tests.broker.helpers import Run as BrokerRun
 from tests.conftest import small_config
 
 ROOT = Path(__file__).parents[2]
@@ -126,6 +129,10 @@ def everything_started(run: Run) -> bool:
     return all(run.pids(role) for role in ("engine-0", "weight-sync", "monitor", "trainer", "worker-0", "worker-1"))
 
 
+def broker_of(run: Run) -> Broker:
+    return Broker.of_run(load_config(run.folder / "config.yaml"), None)
+
+
 def redis_is_gone(run: Run) -> bool:
     return not any(alive(pid) for pid in run.redis_pids())
 
@@ -182,6 +189,28 @@ def test_a_stopped_run_goes_on_in_its_folder(launch: Callable[..., Run]) -> None
     until(lambda: len(run.pids("trainer")) > before, run)
     assert run.finish() == 0, run.text
     assert (run.folder / "model" / "model.safetensors").read_bytes() == model
+
+
+def test_a_resume_issues_dead_letters_again_only_when_it_is_asked_to_which_the_end_before_it_says(
+    launch: Callable[..., Run],
+) -> None:
+    run = launch("trainer=finish")
+    until(lambda: everything_started(run), run)
+    with closing(broker_of(run)) as broker:
+        letter = BrokerRun(broker).start().admit()
+        assert broker.fail(letter.group_id, WORKER, "a reward failed: no number", final=True)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(timeout=20) == 130, run.text
+    assert "1 of its prompts are dead letters (the newest for: a reward failed: no number)" in run.text
+    assert f"--resume {run.folder} --requeue" in run.text
+    for asked, dead in (((), 1), (("--requeue",), 0)):
+        before = len(run.pids("trainer"))
+        run.start(f"--resume={run.folder}", *asked, "trainer=finish")
+        until(lambda before=before: len(run.pids("trainer")) > before, run)  # type: ignore[misc]
+        with closing(broker_of(run)) as broker:
+            assert len(broker.dead_letters()) == dead
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(timeout=20) == 130, run.text
 
 
 @pytest.mark.parametrize("reader", ["head", "terminal"])
