@@ -1,17 +1,20 @@
 """Weight-sync over HTTP: what each engine serves, which versions there are, and "now".
 
 Invariant: 200 for POST /v1/sync means that at that moment every engine that is not gone was confirmed with the newest
-published version; in every other case the answer is above 299 and says which engines are not.
+published version; in every other case the answer is above 299 and says which engines are not. The process does not
+outlive its loop: without it, it would answer and do nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Annotated, Any
 
 import httpx
+import structlog
 from fastapi import APIRouter, FastAPI, Query, Response
 from fastapi.responses import JSONResponse
 
@@ -33,6 +36,7 @@ from services.weight_sync.answers import (
 from services.weight_sync.metrics import render
 from services.weight_sync.reconciler import Reconciler
 
+log = structlog.get_logger(__name__)
 STALE_S = 15.0
 ERRORS: dict[int | str, dict[str, Any]] = {
     **REFUSALS,
@@ -57,6 +61,8 @@ def create_app(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.create_task(reconciler.run(), name="reconciler")
         other = [asyncio.create_task(beside(), name="beside")] if beside is not None else []
+        for task in (loop, *other):
+            task.add_done_callback(_end_with)
         try:
             yield
         finally:
@@ -74,6 +80,13 @@ def create_app(
     app.include_router(_reads(reconciler))
     app.include_router(_commands(reconciler, token))
     return app
+
+
+def _end_with(task: asyncio.Task[None]) -> None:
+    """End the process in order if a task of it failed; who started it starts it again."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("weight-sync ends and can be started again", task=task.get_name(), exc_info=error)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _reads(reconciler: Reconciler) -> APIRouter:
