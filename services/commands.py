@@ -40,8 +40,10 @@ IndexOption = Annotated[int, typer.Option("--index", min=0, help="Which of the e
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Overrides one field, as in lag.max=4.")
 ]
-TargetArgument = Annotated[str, typer.Argument(help="A run's folder, runs/<id>, or the address of its monitor.")]
-RunArgument = Annotated[Path, typer.Argument(help="A run's folder, runs/<id>.")]
+TargetArgument = Annotated[
+    str, typer.Argument(help="A run's folder, runs/<id>, its configuration file, or its monitor's address.")
+]
+RunArgument = Annotated[Path, typer.Argument(help="A run's folder, runs/<id>, or its configuration file.")]
 
 
 def show_versions(asked: bool) -> None:
@@ -253,11 +255,14 @@ def watch(
 
 
 def looker(target: str, hint: str) -> AbstractContextManager[Callable[[], LiveView]]:
-    """How to see the run at `target` (a folder or a monitor's URL) now."""
+    """How to see the run at `target` (a folder, a configuration file or a monitor's URL) now."""
     if not target.startswith(("http://", "https://")):
         if not Path(target).exists():
-            raise ConfigError(f"{target}: no such folder. Name runs/<id>, or a monitor's address, http://HOST:PORT.")
-        return folder_looker(Path(target), hint)
+            raise ConfigError(
+                f"{target}: no such folder or file. Name runs/<id>, the run's configuration file, or its monitor's "
+                "address, http://HOST:PORT."
+            )
+        return local_looker(Path(target), hint)
     from services.monitor.remote import ask, view_of_overview
 
     overview = ask(target, read_secret(API_TOKEN))
@@ -265,14 +270,15 @@ def looker(target: str, hint: str) -> AbstractContextManager[Callable[[], LiveVi
 
 
 @contextmanager
-def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
-    """As `looker`, of a run on this machine: asks its Redis."""
+def local_looker(where: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
+    """As `looker`, of a run that a folder or a configuration file names: asks its Redis."""
     from services.local.live import ProcessFacts, since, view_of
     from services.local.metrics import read_metrics, series_of
-    from services.local.open_run import opened, read_beginning, see_it_runs
+    from services.local.open_run import located, opened, read_beginning, see_it_runs
     from services.local.starting import start_log
 
-    with opened(folder) as (broker, config):
+    _, folder = located(where)
+    with opened(where) as (broker, config):
         url = f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}"
 
         def look() -> LiveView:
@@ -289,11 +295,18 @@ def folder_looker(folder: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
 
 
 @app.command()
-def report(folder: RunArgument) -> None:
+def report(where: RunArgument) -> None:
     """Draw runs/<id>/report.html again from the run's metrics and ledger."""
+    from services.local.open_run import located
     from services.local.report import draw_report
 
-    typer.echo(str(draw_report(folder, run_config(folder))))
+    config, folder = located(where)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{where}: the folder of its run, {folder} (run.directory and run.id), is not on this machine. "
+            "Draw the report where it is."
+        )
+    typer.echo(str(draw_report(folder, config)))
 
 
 add_queue_commands(app)
@@ -305,13 +318,6 @@ def process_config(file: Path) -> RunConfig:
     from services.deployment import process_config as derive  # `check` and `schema` need no Redis client
 
     return derive(file)
-
-
-def run_config(folder: Path) -> RunConfig:
-    """The resolved configuration of a run's folder. Raises ConfigError."""
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder}: no run (config.yaml is missing). Name a folder runs/<id>.")
-    return load_config(folder / "config.yaml")
 
 
 def user_errors() -> tuple[type[Exception], ...]:

@@ -37,21 +37,38 @@ def opened(where: Path) -> Iterator[tuple[Broker, RunConfig]]:
 
     Raises ConfigError, NotRunning and BrokerError.
     """
-    file = where / "config.yaml" if where.is_dir() else where
-    if not file.is_file():
-        raise ConfigError(f"{where}: no run (config.yaml is missing). Name a folder runs/<id> or a configuration file.")
-    config = load_config(file)
+    config, folder = located(where)
     if config.redis.url is None:
-        raise ConfigError(f"{file}: redis.url is not set, so there is nothing to ask. Name a run's folder, runs/<id>.")
-    see_it_runs(config, file.parent)
+        raise ConfigError(f"{where}: redis.url is not set, so there is nothing to ask. Name a run's folder, runs/<id>.")
+    see_it_runs(config, folder)
     broker = Broker.of_run(config, read_secret(REDIS_PASSWORD))
     try:
         yield broker, config
     except BrokerUnavailable:
-        see_it_runs(config, file.parent)
+        see_it_runs(config, folder)
         raise
     finally:
         broker.close()
+
+
+def located(where: Path) -> tuple[RunConfig, Path]:
+    """Configuration and folder of the run that its folder or its configuration file names; of a run whose processes
+    were started one by one only the latter knows. Raises ConfigError."""
+    if where.is_dir():
+        if not (where / "config.yaml").is_file():
+            raise ConfigError(
+                f"{where}: no run, or one that `{program()} up` did not start (config.yaml is missing). Name a folder "
+                "runs/<id>, or the configuration file that the run's processes were given."
+            )
+        return load_config(where / "config.yaml"), where
+    if not where.exists():
+        url = str(where).startswith(("http:/", "https:/"))
+        why = "an address of a monitor, which `status` and `watch` take" if url else "no such folder or file"
+        raise ConfigError(f"{where}: {why}. Name a run's folder, runs/<id>, or its configuration file.")
+    config = load_config(where)
+    if not config.run.id:
+        raise ConfigError(f"{where}: run.id is not set, so it may be of many runs. Name a run's folder, runs/<id>.")
+    return config, config.run.folder
 
 
 def see_it_runs(config: RunConfig, folder: Path) -> None:

@@ -181,7 +181,17 @@ def test_an_impossible_combination_names_the_fields_to_change(lagrange: Lagrange
         (("up", "configs/local.yaml", "--set", "task.name=nope"), "configs/local.yaml: task.name: there is no task"),
         (("up", "configs/local.yaml", "--set", "trainer.loss.name=ppo"), "trainer.loss.name: 'ppo' is not a loss"),
         (("up", "configs/local.yaml", "--set", "task={name: gsm8k, parameters: {path: none}}"), "none"),
-        (("report", "runs/none"), "config.yaml is missing"),
+        (("queue", "configs"), "config.yaml is missing"),
+        (("report", "configs"), "or the configuration file that the run's processes were given"),
+        (("report", "runs/none"), "no such folder or file"),
+        (("queue", "runs/none"), "no such folder or file"),
+        (("report", "http://127.0.0.1:1"), "an address of a monitor, which `status` and `watch` take"),
+        (("groups", "list", "http://127.0.0.1:1"), "an address of a monitor, which `status` and `watch` take"),
+        (("status", "LICENSE"), "LICENSE: not valid YAML"),
+        (("report", "LICENSE"), "LICENSE: not valid YAML"),
+        (("watch", "configs/local.yaml"), "run.id is not set"),
+        (("report", "configs/local.yaml"), "run.id is not set"),
+        (("report", "deploy/configs/tiny/config.yaml"), "is not on this machine"),
         (("up", "configs/local.yaml", "--set", "lag.max"), "expected NAME=VALUE"),
         (("up", "configs/local.yaml", "--set", "run.directory=LICENSE"), "LICENSE/local-"),
         (("eval", "runs/none", "--task", "max-digit", "--output", "/proc/none/x.jsonl"), "--output"),
@@ -273,6 +283,25 @@ def test_a_run_is_watched_through_a_pipe_line_by_line_until_its_reader_has_seen_
             watch.kill()
         assert watch.stderr.read() == ""
     assert all(line.startswith("running  |  engines ") and line.endswith("\n") for line in lines), lines
+
+
+def test_a_run_that_was_started_process_by_process_is_seen_by_its_configuration_file(
+    lagrange: Lagrange, broker: Broker, make_config: ConfigFactory, redis_url: str, tmp_path: Path
+) -> None:
+    """Its folder, which only the configuration names, has no config.yaml."""
+    config = make_config(**{"redis.url": redis_url, "run.directory": tmp_path / "volume"})
+    save_config(config, tmp_path / "CONFIG.yaml")
+    config.run.folder.mkdir(parents=True)
+    record = {"step": 1, "version": 1, "reward_mean": 0.625, "step_s": 1.0, "time_s": 75.0}
+    (config.run.folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    Run(broker).start()
+    said = lagrange("status", str(tmp_path / "CONFIG.yaml"))
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "1:15" in said.stdout  # the time of its last step
+    assert lagrange("queue", str(tmp_path / "CONFIG.yaml")).returncode == 0
+    drawn = lagrange("report", str(tmp_path / "CONFIG.yaml"))
+    assert drawn.stdout == f"{config.run.folder / 'report.html'}\n"
+    assert "0.625" in (config.run.folder / "report.html").read_text()
 
 
 def test_a_damaged_last_snapshot_is_one_message(lagrange: Lagrange, tmp_path: Path) -> None:
