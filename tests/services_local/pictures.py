@@ -17,7 +17,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 from rich.console import Console
 
-from services.commands import folder_looker
+from services.commands import local_looker
 from services.local.live import HINT
 from services.local.metrics import read_metrics
 from tests.monitor.live import chromium
@@ -44,8 +44,8 @@ def main(run: Path, folder: Path, step: int) -> None:
 def terminal(run: Path) -> str:
     """The screen of `lagrange up` now, as SVG."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    with folder_looker(run, HINT) as look:
-        console.print(look())
+    with local_looker(run, HINT) as look:
+        console.print(screen(look()))
     return console.export_svg(title="make run")
 
 
