@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 from rich.console import Console
 
 from services.commands import local_looker
-from services.local.live import HINT
+from services.local.live import HINT, screen
 from services.local.metrics import read_metrics
 from tests.monitor.live import chromium
 
