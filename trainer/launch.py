@@ -89,10 +89,12 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
     """Run processes until all have ended, or one has failed; returns the exit code, as `outcome` says."""
     patience = stop_seconds()
+    # As here (python -P), in ranks no file of the current folder takes the place of a module.
+    ours = os.environ | ({"PYTHONSAFEPATH": "1"} if sys.flags.safe_path else {})
     with signals_noted(signal.SIGTERM, signal.SIGINT) as noted:
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            processes += (subprocess.Popen(command, env=os.environ | extra) for command, extra in commands)
+            processes += (subprocess.Popen(command, env=ours | extra) for command, extra in commands)
             passed_on: float | None = None
             while True:
                 codes = [process.poll() for process in processes]

@@ -44,6 +44,22 @@ def test_ranks_that_are_told_to_stop_have_the_time_for_a_step_and_a_checkpoint(
     assert sorted(path.name for path in lives.glob("saved-*")) == ["saved-0", "saved-1"]
 
 
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_no_file_of_the_current_folder_takes_the_place_of_a_module_in_the_ranks_of_a_safe_start(
+    make_config: ConfigFactory, tmp_path: Path, launcher: str
+) -> None:
+    file, modules = tmp_path / "config.yaml", tmp_path / "modules"
+    save_config(make_config(**{"trainer.layout": {"data": 2}, "trainer.launcher": launcher}), file)
+    modules.mkdir()
+    (modules / "rank_of_the_test.py").write_text("def main(arguments):\n    return 0\n")
+    for name in ("trainer.py", "configs.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')\n")
+    start = [sys.executable, "-P", "-c", START.replace("tests.trainer.ray_probe", "rank_of_the_test"), str(file)]
+    environment = os.environ | {"PYTHONPATH": str(modules)}
+    done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("text", ["soon", "-1", "inf"])
 def test_a_time_to_stop_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAGRANGE_DRAIN_S", text)
