@@ -276,6 +276,7 @@ def local_looker(where: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
     from services.local.metrics import read_metrics, series_of
     from services.local.open_run import located, opened, read_beginning, see_it_runs
     from services.local.starting import start_log
+    from services.monitor.diagnosis import why_no_step_comes
 
     _, folder = located(where)
     with opened(where) as (broker, config):
@@ -288,7 +289,8 @@ def local_looker(where: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
             if began := read_beginning(folder):
                 snapshot, elapsed = since(began, snapshot), (snapshot.time_ms - began.time_ms) / 1000
             rewards, seconds = series_of(records, "reward_mean"), series_of(records, "step_s")
-            facts = ProcessFacts(elapsed, url, start_log(folder), hint=hint)
+            news = why_no_step_comes(snapshot) if snapshot.metrics and snapshot.status == "running" else None
+            facts = ProcessFacts(elapsed, url, start_log(folder), news=news or "", hint=hint)
             return view_of(snapshot, rewards, facts, seconds)
 
         yield look

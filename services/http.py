@@ -174,9 +174,12 @@ async def _http_error(_request: Request, error: Exception) -> JSONResponse:
     return error_answer(error.status_code, detail["reason"], detail["message"], error.headers, **detail.get("seen", {}))
 
 
-async def _invalid(_request: Request, error: Exception) -> JSONResponse:
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if first["loc"] == ("body",) and first["type"] != "missing" and not kind.endswith(("/json", "+json")):
+        return error_answer(422, "invalid", "body: send JSON, and say so: Content-Type: application/json.")
     where = ".".join(str(part) for part in first["loc"])[:100]
     return error_answer(422, "invalid", f"{where}: {str(first['msg'])[:200]}")
 

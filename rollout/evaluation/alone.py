@@ -1,11 +1,13 @@
 """`lagrange eval CHECKPOINT --task NAME --samples 8`: one engine, one checkpoint, one task; no Redis, no run.
 
-Invariant: nothing is left of it but the record that it returns and the engine's log.
+Invariant: nothing is left of it but the record that it returns, and, if it fails, the engine's log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,12 @@ def alone_config(checkpoint: Path, task: str, parameters: Mapping[str, Any], set
 
 
 async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, version: int = 0) -> dict[str, Any]:
-    """Start an engine, evaluate, end it; the record. version: how the record names the weights."""
+    """Start an engine, evaluate, end it; the record. version: how the record names the weights.
+
+    A folder of the run that this made, for the engine's log, goes unless something fails.
+    """
+    folder = config.run.folder
+    made, made_parent = not folder.exists(), not folder.parent.exists()
     if config.model.path is None:
         raise ConfigError("name the folder of a checkpoint")
     task = make_task(config.task.name, config.run.seed, config.task.parameters)
@@ -63,6 +70,11 @@ async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, versi
         await judge.close()
     if not any(answers.rewards.values()):
         raise ConfigError(f"no answer could be judged: {answers.last_error or 'the task has no prompts'}")
+    if made:
+        shutil.rmtree(folder, ignore_errors=True)
+    if made_parent:
+        with contextlib.suppress(OSError):  # another evaluation's folder is in it, or it was never made
+            folder.parent.rmdir()
     return result(
         task.name,
         plan,

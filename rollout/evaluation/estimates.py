@@ -37,7 +37,8 @@ def mean_over_prompts(observations: Sequence[float]) -> Estimate:
     """Mean with its 95 % interval: normal, from the spread between prompts.
 
     Where all prompts agree (at 0 or 1, mostly) the spread says nothing: the interval is then Wilson's for so many
-    prompts, which does not shrink to a point. One prompt: all of [0, 1] that Wilson leaves. Raises ValueError for none.
+    prompts, which does not shrink to a point. One prompt: all of [0, 1] that Wilson leaves. An interval of
+    observations that all lie in [0, 1], as shares do, is cut there. Raises ValueError for none.
     """
     n = len(observations)
     if n == 0:
@@ -46,7 +47,8 @@ def mean_over_prompts(observations: Sequence[float]) -> Estimate:
     spread = math.fsum((x - mean) ** 2 for x in observations) / (n - 1) if n > 1 else 0.0
     if spread > 0 or not 0 <= mean <= 1:
         half = Z95 * math.sqrt(spread / n)
-        return Estimate(mean, mean - half, mean + half, n)
+        lowest, highest = (0.0, 1.0) if all(0 <= x <= 1 for x in observations) else (-math.inf, math.inf)
+        return Estimate(mean, max(lowest, mean - half), min(highest, mean + half), n)
     centre = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
     half = Z95 / (1 + Z95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n * n))
     return Estimate(mean, min(mean, centre - half), max(mean, centre + half), n)

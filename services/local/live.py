@@ -27,6 +27,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 REWARD_POINTS = 40
 PACE_STEPS = 20
 NEWS_S = 30.0  # for so long the view tells what happened last
+RELEASED = "groups_released"
 HINT = "Ctrl-C stops (and the run resumes)"
 
 
@@ -147,6 +148,11 @@ def start_from(step: int) -> str:
     return f"resuming from step {step}" if step else "starting"
 
 
+def shown_status(status: str, paused: bool) -> str:
+    """A run's status in words: one that starts no groups by an operator's word is "paused"."""
+    return "paused" if paused and status == "running" else status
+
+
 def view_of(
     snapshot: Snapshot | None, rewards: Sequence[float], facts: ProcessFacts, step_seconds: Sequence[float] = ()
 ) -> LiveView:
@@ -159,9 +165,10 @@ def view_of(
             "", "starting", 0, 0, -1, None, (), None, 0, 0, 0, 0, None, None, (), True, "nothing issued", None, facts
         )
     metrics, groups = snapshot.metrics, snapshot.groups
+    going = bool(metrics) and not snapshot.admission_paused
     return LiveView(
         run=snapshot.run,
-        status=snapshot.status,
+        status=shown_status(snapshot.status, snapshot.admission_paused),
         step=snapshot.step,
         steps_total=snapshot.steps_total,
         version=snapshot.version,
@@ -176,8 +183,8 @@ def view_of(
         tokens_per_s=number(metrics, "tokens_per_s"),
         engines=tuple(EngineView.of(e.engine_id, str(e.state), e.version, e.detail) for e in snapshot.engines),
         closes=groups.closes and snapshot.tokens.closes,
-        ledger=ledger_words(asdict(groups)),
-        eta_s=remaining_s(step_seconds, snapshot.steps_total - snapshot.step) if metrics else None,
+        ledger=ledger_words(asdict(groups), int(snapshot.counters.get(RELEASED, 0))),
+        eta_s=remaining_s(step_seconds, snapshot.steps_total - snapshot.step) if going else None,
         facts=facts,
         dead_letters=snapshot.dead_letters,
         unrewarded=unrewarded(snapshot.workers),
@@ -192,12 +199,22 @@ def lag_of(metrics: Mapping[str, object]) -> tuple[int, float, int] | None:
     return int(number(metrics, "lag_min") or 0), mean, int(number(metrics, "lag_max") or 0)
 
 
-def ledger_words(groups: Mapping[str, int]) -> str:
-    """The ledger's equation for groups, by state."""
+def lag_words(view: LiveView) -> str:
+    """What is said of a lag above the bound: the broker refuses a step that is past the bound that it was pulled under
+    (broker/lua/step.lua), so the bound was lowered since; "" for any other."""
+    beyond = view.lag is not None and view.lag[2] > view.max_lag
+    return " (lowered since)" if beyond else ""
+
+
+def ledger_words(groups: Mapping[str, int], released: int) -> str:
+    """The ledger's equation for groups, by state. released: of those that failed, how many their workers gave back, as
+    they stopped or the data had ended: nothing was wrong with them."""
+    released = min(released, groups["failed"])
+    back = f" + {released} given back" if released else ""
     flying = groups["generating"] + groups["ready"] + groups["leased"]
     return (
         f"{groups['issued']} issued = {groups['trained']} trained + {groups['filtered']} without gradient"
-        f" + {groups['stale']} stale + {groups['failed']} failed + {flying} in flight"
+        f" + {groups['stale']} stale + {groups['failed'] - released} failed{back} + {flying} in flight"
     )
 
 
@@ -244,7 +261,7 @@ def plain_line(view: LiveView) -> str:
     else:
         parts.append(f"step {view.step}/{view.steps_total}  reward {view.reward:.3f}")
         if view.lag is not None:
-            parts.append(f"lag {view.lag[0]}/{view.lag[1]:.2f}/{view.lag[2]} of {view.max_lag}")
+            parts.append(f"lag {view.lag[0]}/{view.lag[1]:.2f}/{view.lag[2]} of {view.max_lag}{lag_words(view)}")
         parts.append(f"queue {view.ready}")
         if view.trainer_wait is not None:
             parts.append(f"trainer waits {view.trainer_wait:.0%}")
@@ -316,8 +333,8 @@ def _lag(view: LiveView) -> str:
     if view.lag is None:
         return f"[dim]bound[/] {view.max_lag}"
     low, mean, high = view.lag
-    style = "bold red" if high > view.max_lag else "bold"
-    return f"[{style}]{low} / {mean:.2f} / {high}[/] [dim](min, mean, max of the last step)  bound[/] {view.max_lag}"
+    figures = f"[bold]{low} / {mean:.2f} / {high}[/] [dim](min, mean, max of the last step)[/]"
+    return f"{figures}  [dim]bound[/] {view.max_lag}[yellow]{lag_words(view)}[/]"
 
 
 def _queue(view: LiveView) -> str:

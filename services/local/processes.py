@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import IO
 
 from configs.lifetime import die_with
+
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: |^\s+warnings\.warn\(")  # and the line of code that follows it
 
 
 @dataclass(slots=True)
@@ -138,9 +141,10 @@ def explain_log(log: Path, lines: int = 8) -> str:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log, at most 200 characters, of a record what it says; "" if there is none."""
-    lines = _last_lines(log, 1)
-    return ((_words(_record(lines[0])) or lines[0].strip()) if lines else "")[:200]
+    """The last line of a log that is no warning of Python's, at most 200 characters, of a record what it says; "" if
+    there is none."""
+    lines = [line for line in _last_lines(log, 200) if not WARNING.search(line)]
+    return ((_words(_record(lines[-1])) or lines[-1].strip()) if lines else "")[:200]
 
 
 def _last_lines(log: Path, number: int) -> list[str]:

@@ -36,6 +36,7 @@ from services.local.supervision import (
     Ended,
     History,
     Leave,
+    News,
     RestartPolicy,
     after_exit,
     describe_exit,
@@ -105,7 +106,7 @@ class Session:
         self._roles = {role.name: role for role in roles(plan.config, plan.file)}
         self._histories: dict[str, History] = {}
         self._due: dict[str, float] = {}
-        self._news, self._news_at = "", 0.0
+        self._news = News()
         self._began = time.monotonic()
         self._beginning: Beginning | None = None
         self._snapshot: Snapshot | None = None
@@ -262,7 +263,8 @@ class Session:
                 continue
             self._histories[name] = recorded(history, decision.at, now, self._settings.policy)
             self._due[name] = decision.at
-            self._tell(f"{name} ended ({describe_exit(code)}) and is started again; log: {child.log}")
+            epoch = self._snapshot.epoch if name == "trainer" and self._snapshot is not None else None
+            self._tell(f"{name} ended ({describe_exit(code)}) and is started again; log: {child.log}", epoch)
         for name, at in list(self._due.items()):
             if now >= at:
                 del self._due[name]
@@ -291,6 +293,7 @@ class Session:
         except BrokerError as error:
             self._hear(str(error))
             return
+        self._news = self._news.seen(self._snapshot.epoch, time.monotonic())
         if self._first is None and self._beginning and self._snapshot.metrics != self._beginning.metrics:
             self._first = self._snapshot
         self._served.update(e.engine_id.partition("@")[0] for e in self._snapshot.engines if e.routable)
@@ -305,18 +308,18 @@ class Session:
             monitor_url=self._monitor_url(),
             log=start_log(self._plan.folder),
             restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
-            news=self._news,
-            news_age_s=time.monotonic() - self._news_at,
+            news=self._news.text,
+            news_age_s=time.monotonic() - self._news.at,
             hint=hint,
         )
         shown = since(self._beginning, self._snapshot) if self._beginning and self._snapshot else None
         return view_of(shown, self._metrics.series("reward_mean"), facts, self._metrics.series("step_s"))
 
-    def _hear(self, news: str) -> None:
-        self._news, self._news_at = news, time.monotonic()
+    def _hear(self, news: str, ended_epoch: int | None = None) -> None:
+        self._news = News(news, time.monotonic(), ended_epoch)
 
-    def _tell(self, news: str) -> None:
-        self._hear(news)
+    def _tell(self, news: str, ended_epoch: int | None = None) -> None:
+        self._hear(news, ended_epoch)
         if not self._console.is_terminal:
             self._console.print(news, soft_wrap=True, markup=False, highlight=False)
 

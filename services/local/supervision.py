@@ -59,6 +59,25 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class News:
+    """What happened last. at: when, from where its age counts (monotonic seconds).
+
+    ended_epoch: of a trainer that ended, its epoch: that is news until another has attached, however long it takes, and
+    its age counts from then. None: of anything else.
+    """
+
+    text: str = ""
+    at: float = 0.0
+    ended_epoch: int | None = None
+
+    def seen(self, epoch: int, now: float) -> News:
+        """The news when the run's epoch is `epoch`: one grows with each trainer that attaches."""
+        if self.ended_epoch is None:
+            return self
+        return replace(self, at=now, ended_epoch=None if epoch > self.ended_epoch else self.ended_epoch)
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """A process that ended. code: its exit code (negative: the signal). finished: how the run ended, "" if it goes on.
     served: it did its work at least once, so that its end is not a failure to start."""

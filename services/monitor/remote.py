@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from services.local.live import (
+    RELEASED,
     REWARD_POINTS,
     EngineView,
     LiveView,
@@ -20,6 +21,7 @@ from services.local.live import (
     lag_of,
     ledger_words,
     remaining_s,
+    shown_status,
     start_from,
 )
 from services.monitor.figures import number, unrewarded, wait_share
@@ -75,7 +77,7 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
     total = progress["steps_total"]
     return LiveView(
         run=o["run"],
-        status=status,
+        status=shown_status(status, progress["admission_paused"]),
         step=steps,
         steps_total=total,
         version=o["version"],
@@ -92,8 +94,8 @@ def view_of_overview(o: Mapping[str, Any], url: str, hint: str) -> LiveView:
             EngineView.of(e["engine_id"], e["state"], e["version"], e["detail"]) for e in o["fleet"]["engines"]
         ),
         closes=staleness["closes"],
-        ledger=ledger_words(groups),
-        eta_s=remaining_s(seconds, total - steps) if metrics else None,
+        ledger=ledger_words(groups, staleness.get(RELEASED, 0)),
+        eta_s=remaining_s(seconds, total - steps) if metrics and not progress["admission_paused"] else None,
         facts=ProcessFacts(number(metrics, "time_s"), url, news=o["diagnosis"]["headline"], hint=hint),
         dead_letters=staleness["dead_letters"],
         unrewarded=unrewarded(o["fleet"]["workers"]),

@@ -74,6 +74,9 @@ class StalenessAnswer(QueueAnswer):
 
     max_lag: int
     groups: TallyAnswer
+    groups_released: int = Field(
+        description="Part of the failed groups that workers gave back, as they stopped or the data had ended."
+    )
     tokens: TallyAnswer
     closes: bool = Field(description="Both ledgers close.")
     waiting: Lags
@@ -206,6 +209,7 @@ def staleness(s: Snapshot) -> StalenessAnswer:
         **_queue(s),
         max_lag=s.max_lag,
         groups=tally(s.groups),
+        groups_released=int(s.counters.get("groups_released", 0)),
         tokens=tally(s.tokens),
         closes=s.groups.closes and s.tokens.closes,
         waiting=lags(waiting_by_lag(s)),

@@ -54,3 +54,11 @@ def test_what_was_not_evaluated_has_no_score() -> None:
 
 def test_reported_k() -> None:
     assert [pass_counts(n) for n in (1, 6, 8)] == [(1,), (1, 2, 4, 6), (1, 2, 4, 8)]
+
+
+def test_the_interval_of_a_share_lies_within_zero_and_one() -> None:
+    high = mean_over_prompts([1.0] * 26 + [0.5])
+    assert (high.low < high.value, high.high) == (True, 1.0)
+    low = mean_over_prompts([0.0] * 26 + [0.5])
+    assert (low.low, low.high > low.value) == (0.0, True)
+    assert mean_over_prompts([2.0] * 26 + [1.5]).high > 2.0  # rewards are no shares

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from configs import RunConfig
 from rollout.client import EngineClient, InvalidAnswer, Sample, Sampling
 from rollout.codec import FileCodec
+from rollout.evaluation import alone
 from rollout.evaluation.engine import EngineFailed, EvaluationEngine
 from rollout.evaluation.run import Plan, evaluate, result
 from rollout.rewards import ThreadJudge
@@ -106,6 +110,30 @@ async def test_engines_that_stay_away_end_an_evaluation_with_their_own_error(tmp
     task = make_task("max-digit", 0)
     with pytest.raises(EngineFailed, match="no engine serves it"):
         await evaluate(task, ThreadJudge(task, 5.0), FileCodec(tiny_folder(tmp_path)), away, PLAN)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_evaluation_alone_leaves_no_folder_unless_its_log_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    fake = FakeEngine(version="0")
+
+    @asynccontextmanager
+    async def engine(config: RunConfig, version: int) -> AsyncIterator[EvaluationEngine]:
+        (config.run.folder / "logs").mkdir(parents=True)
+        if fails:
+            raise EngineFailed("it did not start")
+        async with EngineClient(url, CHECKPOINT, api_key=None, timeout_s=20) as client:
+            server: Any = SimpleNamespace(wait=asyncio.Event().wait)
+            yield EvaluationEngine(client, SimpleNamespace(log="x"), server)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(alone, "evaluation_engine", engine)
+    place = tmp_path / "runs"
+    settings = {"run.directory": str(place), "rollout.max_new_tokens": 1}
+    config = alone.alone_config(tiny_folder(tmp_path), "max-digit", {}, settings)
+    with fake.serve() as url, pytest.raises(EngineFailed) if fails else nullcontext():
+        await alone.evaluate_alone(config, prompts=2, samples=1)
+    assert place.exists() is fails
 
 
 async def test_an_evaluation_ends_with_the_engine_that_serves_it_alone() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from broker.types import EngineRecord, EngineState, Snapshot
+from broker.types import EngineRecord, EngineState, Snapshot, Ticket
 from services.local.live import ProcessFacts, plain_line, screen, view_of
 from services.monitor import views
 from services.monitor.remote import CannotWatch, ask, view_of_overview
@@ -27,12 +27,19 @@ def drawn(view: object) -> str:
     return captured.get()
 
 
-def test_the_view_from_afar_is_the_view_from_here(run: Run) -> None:
+@pytest.mark.parametrize("paused", [False, True])
+def test_the_view_from_afar_is_the_view_from_here(run: Run, paused: bool) -> None:
     run.broker.register_engine(EngineRecord("engine-2", "http://x", EngineState.QUARANTINED, detail="[bold]no"))
+    if paused:
+        run.broker.steer("pause", why="by test")
+    ticket = run.broker.admit("worker-0", "engine-0")
+    assert paused or (isinstance(ticket, Ticket) and run.broker.release(ticket.group_id, "worker-0"))
     seen = Source(run.broker).look()
     far = view_of_overview(views.overview(seen.snapshot, seen.before, seen.records).model_dump(mode="json"), "u", "h")
     near = view_of(seen.snapshot, [0.25, 0.5], ProcessFacts(far.facts.elapsed_s, "u", news=far.facts.news, hint="h"))
     assert far == near
+    assert ("1 given back" in far.ledger) is not paused
+    assert (far.status == "paused") is paused
     assert "engine-2" in drawn(screen(far))
 
 

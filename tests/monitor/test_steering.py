@@ -201,6 +201,15 @@ async def test_an_order_that_is_not_one_is_refused_with_the_field(
     assert answer.json()["error"]["message"].startswith("body.")
 
 
+async def test_a_body_that_is_not_called_json_is_told_what_to_send(http: httpx.AsyncClient) -> None:
+    for kind in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # the latter: curl -d
+        answer = await http.patch("/v1/lag", content=b'{"max_lag": 1}', headers=kind)
+        assert answer.status_code == 422
+        assert answer.json()["error"]["message"] == "body: send JSON, and say so: Content-Type: application/json."
+    answer = await http.patch("/v1/lag", json=[1])
+    assert "Content-Type" not in answer.json()["error"]["message"]
+
+
 async def test_another_sites_page_cannot_steer(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v1/pause", headers={"sec-fetch-site": "cross-site"})
     assert (answer.status_code, await reason(answer)) == (403, "cross-site")

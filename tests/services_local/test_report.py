@@ -32,6 +32,7 @@ from services.local.live import (
     view_of,
 )
 from services.local.metrics import MetricsTail, parse, read_metrics
+from services.local.processes import last_words
 from services.local.report import by_lag, draw_report, page, sat_verdict, write_report
 from services.local.starting import LONG_S, USUAL, StartLog, start_log, start_words
 
@@ -430,3 +431,36 @@ def test_a_damaged_file_of_metrics_costs_its_damaged_lines_alone_and_one_that_ca
     tail = MetricsTail(path)
     tail.read()  # what a disk does must not end the run that is watched
     assert tail.series("step") == []
+
+
+def test_a_paused_run_is_called_so_and_has_no_time_left() -> None:
+    pace = [1.0] * 5
+    for paused, words in ((False, "running"), (True, "paused")):
+        view = view_of(snapshot(status="running", step=5, admission_paused=paused), [0.5], FACTS, pace)
+        assert (view.status, view.eta_s is None) == (words, paused)
+    assert view_of(snapshot(status="starting", admission_paused=True), [], FACTS).status == "starting"
+
+
+def test_a_lag_above_a_bound_that_was_lowered_is_said_to_be_of_a_step_before() -> None:
+    for bound, there in ((0, True), (2, False)):
+        lowered = snapshot(max_lag=bound)
+        words = "0 (lowered since)"
+        assert (words in plain_line(view_of(lowered, [0.5], FACTS))) is there
+        assert (words in shown(lowered)) is there
+
+
+def test_groups_that_workers_gave_back_are_not_called_failed() -> None:
+    groups = Tally(issued=208, trained=160, filtered=5, failed=43)
+    ended = view_of(snapshot(groups=groups, counters={"groups_released": 42.0}), [0.5], FACTS)
+    assert "+ 1 failed + 42 given back + 0 in flight" in ended.ledger
+    assert "given back" not in view_of(snapshot(groups=groups), [0.5], FACTS).ledger
+
+
+def test_warnings_of_python_are_not_the_last_words_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "sglang-0.log"
+    log.write_text(
+        "[2026-11-30 02:40:41] Load weight begin.\n"
+        "/x/gguf.py:76: UserWarning: Only CUDA, MUSA and NPU support GGUF quantization currently.\n"
+        '  warnings.warn(f"Only CUDA, MUSA and NPU support GGUF quantization currently.")\n'
+    )
+    assert last_words(log) == "[2026-11-30 02:40:41] Load weight begin."

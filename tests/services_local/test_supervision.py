@@ -18,6 +18,7 @@ from services.local.supervision import (
     Ended,
     History,
     Leave,
+    News,
     Restart,
     RestartPolicy,
     after_exit,
@@ -124,3 +125,15 @@ def test_the_delay_doubles_with_each_restart_in_the_window() -> None:
 
 def test_the_guardian_kills_only_groups_that_were_announced_and_not_taken_back() -> None:
     assert living_groups(["+12\n", "+13\n", "-12\n", "nonsense\n", "+1\n", "+0\n", "+x\n"]) == {13}
+
+
+def test_a_trainers_end_is_news_until_another_has_attached() -> None:
+    """Its age, by which news leaves the view, counts from then."""
+    news = News("trainer ended", 10.0, ended_epoch=7)
+    for now in (20.0, 51.0):
+        news = news.seen(7, now)
+        assert news == News("trainer ended", now, ended_epoch=7)
+    assert news.seen(8, 52.0) == News("trainer ended", 52.0)
+    assert news.seen(8, 52.0).seen(8, 90.0).at == 52.0
+    other = News("worker-1 ended", 10.0)
+    assert other.seen(8, 20.0) is other
