@@ -20,7 +20,7 @@ from broker.types import Snapshot
 from configs import ConfigError, RunConfig
 from services.local import report_people, report_waits
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, short
-from services.local.live import unrewarded_words
+from services.local.live import RELEASED, unrewarded_words
 from services.local.metrics import Record, read_metrics
 from services.local.open_run import read_ledger
 from services.local.starting import duration
@@ -279,10 +279,18 @@ def _ledger(ledger: dict[str, Any]) -> str:
         rows += f'<tr><th>{unit}</th>{cells}<td class="{"bad" if missing else "good"}">{mark}</td></tr>'
     return (
         '<section><h2>Ledger</h2><p class="note">Issued = trained + filtered + stale + failed + in flight, '
-        "read in one atomic snapshot at the end. Tokens count as issued when they are submitted or reported.</p>"
+        "read in one atomic snapshot at the end. Tokens count as issued when they are submitted or reported."
+        f"{_given_back(ledger)}</p>"
         f'<div class="scroll"><table class="ledger"><tr><th></th>{head}<th></th></tr>{rows}</table></div>'
         f'<p class="note">{report_waits.restarts(ledger.get("counters") or {})}</p></section>'
     )
+
+
+def _given_back(ledger: dict[str, Any]) -> str:
+    back = int((ledger.get("counters") or {}).get(RELEASED, 0))
+    if not back:
+        return ""
+    return f" Of the failed groups, {back:,} were given back by workers that stopped or when the data had ended."
 
 
 def _configuration(config: RunConfig) -> str:

@@ -299,6 +299,8 @@ def test_a_run_that_was_started_process_by_process_is_seen_by_its_configuration_
     assert (said.returncode, said.stderr) == (0, "")
     assert "1:15" in said.stdout  # the time of its last step
     assert lagrange("queue", str(tmp_path / "CONFIG.yaml")).returncode == 0
+    broker.steer("pause", why="by test")
+    assert "paused" in lagrange("status", str(tmp_path / "CONFIG.yaml")).stdout
     drawn = lagrange("report", str(tmp_path / "CONFIG.yaml"))
     assert drawn.stdout == f"{config.run.folder / 'report.html'}\n"
     assert "0.625" in (config.run.folder / "report.html").read_text()

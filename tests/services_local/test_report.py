@@ -454,6 +454,8 @@ def test_groups_that_workers_gave_back_are_not_called_failed() -> None:
     ended = view_of(snapshot(groups=groups, counters={"groups_released": 42.0}), [0.5], FACTS)
     assert "+ 1 failed + 42 given back + 0 in flight" in ended.ledger
     assert "given back" not in view_of(snapshot(groups=groups), [0.5], FACTS).ledger
+    assert "Of the failed groups, 42 were given back" in page(CONFIG, [], {"counters": {"groups_released": 42.0}})
+    assert "given back" not in page(CONFIG, [], {"counters": {}})
 
 
 def test_warnings_of_python_are_not_the_last_words_of_a_log(tmp_path: Path) -> None:
