@@ -16,6 +16,7 @@ from broker.queue import Broker
 from broker.types import NEWEST, EngineRecord, EngineState, VersionRun, check_group
 from rollout.samples import SampleLog
 from rollout.tasks import Prompt, Response, make_task
+from services.monitor.figures import unrewarded
 from tests.broker.helpers import Run
 from tests.conftest import ConfigFactory
 from tests.fakes.engine import FakeEngine
@@ -333,6 +334,7 @@ async def test_a_reward_that_raises_is_logged_once_in_a_while_and_its_text_is_in
             await until(lambda: said().get("reward_failures", 0) >= 4)
             await until(lambda: said().get("samples_rewarded", 0) >= 4)
     assert said()[f"reward_failures{NEWEST}"] == "ZeroDivisionError: "
+    assert unrewarded(run.broker.snapshot().workers).share == pytest.approx(0.5, abs=0.2)
     (line,) = [line for line in logs if line["event"] == "samples got no reward"]
     assert (line["samples"], line["newest"]) == (1, "ZeroDivisionError: ")
 
