@@ -92,7 +92,8 @@ def monitor_text() -> bytes:
         tokens=replace(now.tokens, trained=100, stale=10),
         workers={"worker-0@h-1": {"heartbeat_ms": now.time_ms - 60000}},
     )
-    return metrics.render(now, diagnose(now, before, [now.metrics]))
+    steps = [{**now.metrics, "step": step, "version": step} for step in (8, 7)]  # the first waited for the engines
+    return metrics.render(now, diagnose(now, before, steps))
 
 
 def weight_sync_text() -> bytes:
