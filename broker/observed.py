@@ -162,8 +162,9 @@ class Snapshot:
 
     ready_by_version: oldest version -> what waits. trained_by_lag: lag -> what was trained in the surviving history.
     waiting_ms: time in queue of the groups that wait now (min, mean, max); trained_waiting_ms: of those trained so
-    far (mean). counters: running totals by name (docs/how-the-guarantees-work.md lists them). metrics: the trainer's
-    last step record. detail: only if it was asked for.
+    far (mean). pull_max_lag: the bound under which the last batch was pulled, -1: none yet. counters: running totals by
+    name (docs/how-the-guarantees-work.md lists them). metrics: the trainer's last step record. detail: only if it was
+    asked for.
     """
 
     time_ms: int
@@ -191,6 +192,7 @@ class Snapshot:
     engines: tuple[EngineRecord, ...] = ()
     workers: dict[str, dict[str, float | int | str]] = field(default_factory=dict)
     versions: tuple[VersionRecord, ...] = ()
+    pull_max_lag: int = -1
     counters: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, object] = field(default_factory=dict)
     dead_letters: int = 0

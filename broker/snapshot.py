@@ -199,6 +199,7 @@ def parse(answer: Sequence[Any]) -> Snapshot:
         engines=tuple(engine(engines[name]) for name in sorted(engines)),
         workers={name: msgspec.json.decode(workers[name]) for name in sorted(workers)},
         versions=tuple(sorted(map(version, versions.values()), key=lambda record: record.version)),
+        pull_max_lag=int(policy.get("pull_max_lag", -1)),
         counters=totals,
         metrics=msgspec.json.decode(policy.get("metrics", "{}")),
         dead_letters=dead,

@@ -263,11 +263,12 @@ class Trainer:
         return self.broker.pull(self.progress.epoch, self.progress.version, self.config.trainer.groups_per_step)
 
     def _check_bound(self, groups: Sequence[Group]) -> int:
-        """Invariant 1, the last check before the update; returns the bound that holds now."""
+        """Invariant 1, the last check before the update; returns the bound that holds for this batch."""
         p, bound = self.progress, self.config.lag.max
         if self._count(tokens_beyond(groups, p.version, bound)):
-            # An operator may have raised the bound while the run goes on: the broker knows.
-            current = [self.broker.snapshot().max_lag] if self.ranks.is_main else []
+            # An operator may have raised the bound while the run goes on, and lowered it since: the broker knows.
+            seen = self.broker.snapshot() if self.ranks.is_main else None
+            current = [max(seen.max_lag, seen.pull_max_lag)] if seen else []
             bound = max(bound, *share_numbers(self.ranks, current))
             beyond = self._count(tokens_beyond(groups, p.version, bound))
             if beyond:

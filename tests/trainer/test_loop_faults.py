@@ -13,7 +13,7 @@ from msgspec import structs
 
 from broker.errors import BrokerUnavailable, CorruptPayload, Fenced
 from broker.queue import Broker
-from broker.types import Group
+from broker.types import Group, VersionRun
 from tests.trainer.sim import BigramPolicy, MemoryCheckpoints, World, Wrapped, records, trainer_of
 from trainer.progress import RunFailed
 
@@ -198,6 +198,30 @@ def test_an_impossible_lag_stops_the_trainer_before_the_update(config: Any, hand
         trainer.step()
     trainer.close()
     assert policy.steps == 1
+
+
+def test_a_bound_that_is_lowered_after_a_batch_was_pulled_fails_no_run(config: Any, handle: Broker) -> None:
+    world, policy = World(config, handle), BigramPolicy()
+    trainer = trainer_of(config, handle, world, MemoryCheckpoints(), policy=policy)
+    trainer.attach()
+    handle.set_max_lag(4)
+    for _ in range(4):
+        trainer.step()
+
+    def fetch(ids: Any) -> Any:
+        handle.set_max_lag(1)
+        return [of_version(group, trainer.progress.version - 3) for group in handle.fetch(ids)]
+
+    trainer.broker = Wrapped(handle, fetch=fetch)
+    trainer.step()
+    trainer.close()
+    assert policy.steps == 5
+
+
+def of_version(group: Group, version: int) -> Group:
+    """The same, as if `version` had sampled it."""
+    sampled = [structs.replace(t, versions=(VersionRun(0, len(t.response_ids), version),)) for t in group.trajectories]
+    return replace(group, trajectories=tuple(sampled))
 
 
 def test_a_request_to_stop_ends_the_run_with_a_checkpoint_and_an_empty_lease(config: Any, handle: Broker) -> None:
