@@ -203,5 +203,5 @@ def warnings(settings: LossSettings) -> list[str]:
 
 
 def _nearest(word: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(word, known, 1, cutoff=0.7)  # with less, ppo would be a slip of dppo-tv
+    close = difflib.get_close_matches(word, known, 1, cutoff=0.65)  # with 0.6, ppo would be a slip of dppo-tv
     return f" Did you mean {close[0]}?" if close else ""
