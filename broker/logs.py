@@ -49,9 +49,11 @@ class Lines:
     def msg(self, line: str) -> None:
         """Write a line, or count it."""
         with self._lock:
-            told = json.dumps({"event": "log lines could not be written", "lines": self._lost, "level": "warning"})
+            if self._lost:
+                told = {"event": "log lines could not be written", "lines": self._lost, "level": "warning"}
+                line = f"{json.dumps(told)}\n{line}"
             try:
-                self._stream.write(f"{told}\n{line}\n" if self._lost else f"{line}\n")
+                self._stream.write(f"{line}\n")
                 self._stream.flush()
                 self._lost = 0
             except OSError:

@@ -50,7 +50,7 @@ QWEN3_0_6B = ModelSizes(
 )
 KNOWN = {"qwen3-30b-a3b": QWEN3_30B_A3B, "qwen3-0.6b": QWEN3_0_6B}  # by the beginning of a folder's name
 COUNTED = ("qwen3_moe", "qwen3")  # model types whose parameters configs/memory.py counts
-CROWD = 4  # full responses that are asked for at once for each that the KV cache holds; most end before they are full
+OVERCOMMIT = 4  # full responses asked for at once for each that the KV cache holds; most end before they are full
 
 
 def sizes_of(config: RunConfig) -> ModelSizes | None:
@@ -134,8 +134,8 @@ def warnings(config: RunConfig) -> list[str]:
             f"model.path: {config.model.path} is not on this machine, so its sizes {how}. It has to be there before "
             "`lagrange up`."
         )
-    if crowd := _crowd(config, sizes):
-        found.append(crowd)
+    if small := _small_cache(config, sizes):
+        found.append(small)
     e = None if sizes is None else estimate(config, sizes)
     if e is not None and e.queue_limit < e.queue_bytes / 2:
         found.append(
@@ -151,7 +151,7 @@ def _slots(config: RunConfig) -> int:
     return config.rollout.workers * config.rollout.concurrent_groups
 
 
-def _crowd(config: RunConfig, sizes: ModelSizes | None) -> str:
+def _small_cache(config: RunConfig, sizes: ModelSizes | None) -> str:
     """What is said of a KV cache that holds far fewer responses than workers ask an engine for at once; else "".
 
     Of a cache that engine.memory_fraction alone bounds nothing is known: the device may be elsewhere.
@@ -160,17 +160,17 @@ def _crowd(config: RunConfig, sizes: ModelSizes | None) -> str:
     groups = min(_slots(config), (config.lag.max + 1) * config.trainer.groups_per_step)
     asked = -(-groups * rollout.samples_per_prompt // engine.replicas)
     need = asked * rollout.max_new_tokens
-    if engine.urls or engine.max_total_tokens is None or engine.max_total_tokens * CROWD >= need:
+    if engine.urls or engine.max_total_tokens is None or engine.max_total_tokens * OVERCOMMIT >= need:
         return ""
     takes = ""
     if sizes is not None:
         token = cache_bytes_per_token(sizes, engine.dtype)
         takes = f" ({_bytes(engine.max_total_tokens * token)}; all of them would take {_bytes(need * token)})"
-    held = _plural(engine.max_total_tokens // rollout.max_new_tokens, "response")
+    held, enough = _plural(engine.max_total_tokens // rollout.max_new_tokens, "response"), -(-need // OVERCOMMIT)
     return (
         f"engine.max_total_tokens = {engine.max_total_tokens:,} lets an engine's KV cache hold {held} of "
         f"rollout.max_new_tokens = {rollout.max_new_tokens:,} at once, and workers ask it for {asked:,}{takes}: the "
-        f"others wait, or are computed again. Set engine.max_total_tokens to {-(-need // CROWD):,} or more, or to null "
+        f"others wait, or are computed again. Set engine.max_total_tokens to {enough:,} or more, or to null "
         f"for all that engine.memory_fraction ({engine.memory_fraction:g} of the device's memory) leaves beside the "
         "weights; or lower rollout.concurrent_groups."
     )

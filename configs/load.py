@@ -84,13 +84,11 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    said = f"the key {key.value!r} is there twice"
-                    raise yaml.constructor.ConstructorError(None, None, said, key.start_mark)
-                seen.add(key.value)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        names = [key.value for key in keys]
+        if twice := next((key for at, key in enumerate(keys) if key.value in names[:at]), None):
+            said = f"the key {twice.value!r} is there twice"
+            raise yaml.constructor.ConstructorError(None, None, said, twice.start_mark)
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
