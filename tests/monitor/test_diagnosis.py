@@ -1,4 +1,4 @@
-"""Each verdict, and the arithmetic that it comes from."""
+"""Each verdict, and the figures that it comes from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from broker.types import NEWEST, EngineRecord, EngineState, Snapshot, Tally
 from services.local.report_waits import slow_side
 from services.monitor.diagnosis import Diagnosis, Verdict, diagnose
-from services.monitor.figures import distribution, finite, settled, wait_share
-from services.monitor.views import history
+from services.monitor.figures import settled
 
 ENGINE = EngineRecord("engine-0", "http://e", EngineState.SERVING, 10)
 RUNNING = Snapshot(
@@ -37,6 +36,8 @@ RUNNING = Snapshot(
     engines=(ENGINE,),
     workers={"w0": {}, "w1": {}},
 )
+
+
 EARLIER = replace(RUNNING, time_ms=RUNNING.time_ms - 60_000, tokens=Tally(trained=600))
 CALM_STEP = {"step_s": 1.0, "gate_rate": 0.1, "log_ratio_abs_mean": 0.01, "ess": 0.95, "entropy": 1.0}
 START_S = 31.0  # that a run's first step waited, while its engines started
@@ -376,31 +377,3 @@ def test_what_the_trainer_writes_of_sat_in_a_part_of_its_record_is_seen(figure: 
 
 def test_a_run_that_does_not_run_has_no_verdict() -> None:
     assert diagnose(replace(RUNNING, status="finished"), EARLIER, CALM).verdict is Verdict.NOT_RUNNING
-
-
-@settings(deadline=None)
-@given(st.dictionaries(st.integers(0, 50), st.integers(0, 20)))
-def test_a_distribution_is_that_of_the_values_written_out(counts: dict[int, int]) -> None:
-    values = sorted(value for value, n in counts.items() for _ in range(n))
-    found = distribution(counts)
-    if not values:
-        assert found is None
-        return
-    assert found is not None
-    assert (found.count, found.min, found.max) == (len(values), values[0], values[-1])
-    assert found.mean == pytest.approx(sum(values) / len(values))
-    for share, got in ((0.5, found.p50), (0.95, found.p95)):
-        assert sum(v <= got for v in values) >= share * len(values)
-        assert sum(v < got for v in values) < share * len(values)
-
-
-def test_numbers_that_json_cannot_hold_become_null() -> None:
-    assert finite({"a": float("nan"), "b": [float("inf"), 1]}) == {"a": None, "b": [None, 1]}
-
-
-def test_a_step_that_was_done_again_after_a_restart_is_shown_once() -> None:
-    assert history([{"step": 2, "reward_mean": 0.9}, {"step": 2, "reward_mean": 0.1}])["reward_mean"] == [0.9]
-
-
-def test_the_wait_is_a_share_of_the_time_of_all_steps() -> None:
-    assert wait_share([{"wait_s": 1.0, "step_s": 2.0}, {"wait_s": 0.0, "step_s": 2.0}, {"step_s": 9.0}]) == 0.25
