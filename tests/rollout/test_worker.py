@@ -211,7 +211,8 @@ async def test_tokens_of_groups_that_a_worker_hands_back_are_in_the_ledger(
         await until(lambda: any(len(sample.tokens) >= 2 for sample in list(engine.running.values())))
         engine.paused = "abort"  # what they have goes to the worker, and what asks for more waits
         engine.abort(None)
-        await until(lambda: worker.counters.totals().get("aborted_samples", 0) >= 1)
+        # On busy cores the first that was aborted may have no token yet.
+        await until(lambda: worker.counters.totals().get("generated_tokens", 0) > 0)
     seen = run.broker.snapshot()
     assert seen.tokens.failed == worker.counters.totals()["generated_tokens"] > 0
     assert seen.tokens.issued == seen.tokens.failed
