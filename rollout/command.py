@@ -79,6 +79,7 @@ def engine_environment(
     # One thread: two OpenMP threads on busy cores make a token 5 to 10 times slower. Offline: the checkpoint is local.
     kept |= {"OMP_NUM_THREADS": ours.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     kept["PYTHONUNBUFFERED"] = "1"
+    kept["PYTHONSAFEPATH"] = "1"  # no file of the current folder takes the place of a module; Python 3.10 has no -P
     if engine.device == "cpu":
         kept["SGLANG_USE_CPU_ENGINE"] = "1"
         if engine.tensor_parallel > 1 and cores:  # left to itself, SGLang refuses more ranks than there are NUMA nodes

@@ -9,7 +9,6 @@ workers.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ import structlog
 from broker.logs import configure_logs
 from configs.lifetime import signals_noted
 from configs.load import ConfigError
+from configs.own_packages import module_path
 from configs.schema import RunConfig
 from services.deployment import process_config
 from trainer.ray_launch import Rank, connect
@@ -116,10 +116,8 @@ class Pool:
 
     def _start(self, index: int) -> None:
         actor = self._ray.remote(Rank).options(num_cpus=self._cpus, max_restarts=0).remote()
-        command = [sys.executable, "-m", "trainer.launch", self._module, "--worker", str(self._file), str(index)]
-        root = str(Path(__file__).parents[1])
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-        actor.start.remote(command, environment, str(Path.cwd()))
+        command = [sys.executable, "-P", "-m", "trainer.launch", self._module, "--worker", str(self._file), str(index)]
+        actor.start.remote(command, module_path(), str(Path.cwd()))
         self._actors[index] = actor
         self.seen[index] = Seen(True, failures=self.seen[index].failures if index in self.seen else 0)
         log.info("rollout worker", index=index, started=True)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from configs.drain import drain_seconds
 from configs.lifetime import die_with, signals_noted
+from configs.own_packages import module_path
 from configs.ports import free_port
 from configs.schema import RunConfig
 
@@ -89,8 +90,8 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 def _together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
     """Run processes until all have ended, or one has failed; returns the exit code, as `outcome` says."""
     patience = stop_seconds()
-    # As here (python -P), in ranks no file of the current folder takes the place of a module.
-    ours = os.environ | ({"PYTHONSAFEPATH": "1"} if sys.flags.safe_path else {})
+    # In ranks no file of the current folder takes the place of a module; torchrun hands no -P on.
+    ours = os.environ | {"PYTHONSAFEPATH": "1"} | module_path()
     with signals_noted(signal.SIGTERM, signal.SIGINT) as noted:
         processes: list[subprocess.Popen[bytes]] = []
         try:

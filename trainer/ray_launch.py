@@ -7,6 +7,7 @@ the same process with the same environment as under the local launcher or torchr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import structlog
 
 from configs.lifetime import signals_noted
 from configs.load import ConfigError
+from configs.own_packages import ROOT, module_path
 from configs.ports import free_port
 from configs.schema import RunConfig
 from trainer.launch import AGAIN, PARENT, outcome, stop_seconds
@@ -98,13 +100,15 @@ def connect(ray: Any, config: RunConfig, cpus: int) -> bool:
     deadline = time.monotonic() + settings.start_timeout_s
     while True:
         try:
-            ray.init(
-                address=address or "local",
-                log_to_driver=True,
-                logging_level="warning",
-                include_dashboard=False if own else None,
-                num_cpus=max(cpus, os.cpu_count() or 1) if own else None,
-            )
+            # Ray has its actors look for modules in the current folder first: no file there takes the place of another.
+            with contextlib.chdir(ROOT):
+                ray.init(
+                    address=address or "local",
+                    log_to_driver=True,
+                    logging_level="warning",
+                    include_dashboard=False if own else None,
+                    num_cpus=max(cpus, os.cpu_count() or 1) if own else None,
+                )
             return own
         except Exception as error:  # what ray raises when its node does not come up has no class of its own
             ray.shutdown()
@@ -163,8 +167,7 @@ def _start(
     arguments: Sequence[str],
     timeout_s: float,
 ) -> None:
-    root = str(Path(__file__).parents[1])
-    command = [sys.executable, "-m", "trainer.launch", module, *arguments]
+    command = [sys.executable, "-P", "-m", "trainer.launch", module, *arguments]
     started = []
     for rank, handle in enumerate(actors):
         environment = {
@@ -173,7 +176,7 @@ def _start(
             "WORLD_SIZE": str(len(actors)),
             "MASTER_ADDR": places[0][0],
             "MASTER_PORT": str(places[0][1]),
-            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+            **module_path(),
         }
         started.append(handle.start.remote(command, environment, str(Path.cwd())))
     ray.get(started, timeout=timeout_s)

@@ -11,8 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -21,6 +19,7 @@ from broker.errors import BrokerError, BrokerUnavailable, NotInitialised
 from broker.queue import Broker
 from broker.types import Snapshot
 from configs import ConfigError
+from configs.own_packages import module_path
 from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import CannotStart, Role, embeds_redis, roles
 from services.local.live import HINT, Beginning, LiveView, ProcessFacts, plain_line, screen, since, view_of
@@ -82,14 +81,7 @@ def own_command(role: Role) -> list[str]:
 def child_environment() -> dict[str, str]:
     """What every process gets besides our own environment: one compute thread unless told otherwise, and the place of
     our packages if they are not installed."""
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"}
-    try:
-        metadata.distribution("lagrange-rl")
-    except metadata.PackageNotFoundError:
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    return environment
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1", **module_path()}
 
 
 class Session:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,16 @@ def test_no_secret_is_on_the_command_line_or_in_the_environment_of_the_server() 
     command = launch()
     assert option(command, "--config") == "/k.yaml"
     assert not any(name.startswith("LAGRANGE_") for name in command.environment)
+
+
+def test_no_file_of_the_current_folder_takes_the_place_of_a_module_in_the_server(tmp_path: Path) -> None:
+    command = launch(python=sys.executable)
+    (tmp_path / "json.py").write_text("raise SystemExit('shadowed')\n")
+    module = [*command.argv[:2], "json.tool", "--help"]  # in the place of SGLang, which is not in this environment
+    done = subprocess.run(
+        module, cwd=tmp_path, env=command.environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_server_starts_under_a_version_that_is_no_integer() -> None:

@@ -17,6 +17,7 @@ from tests.conftest import ConfigFactory
 from trainer import main, torchrun
 from trainer.launch import STOPPED, outcome, stop_seconds
 
+ROOT = Path(__file__).parents[2]
 START = (
     "import sys; from pathlib import Path; import trainer.launch as launch; from configs.load import load_config;"
     " launch.STOP_GRACE_S = 0.0;"
@@ -45,17 +46,20 @@ def test_ranks_that_are_told_to_stop_have_the_time_for_a_step_and_a_checkpoint(
 
 
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
-def test_no_file_of_the_current_folder_takes_the_place_of_a_module_in_the_ranks_of_a_safe_start(
+def test_no_file_of_the_current_folder_takes_the_place_of_a_module_in_the_ranks(
     make_config: ConfigFactory, tmp_path: Path, launcher: str
 ) -> None:
     file, modules = tmp_path / "config.yaml", tmp_path / "modules"
     save_config(make_config(**{"trainer.layout": {"data": 2}, "trainer.launcher": launcher}), file)
     modules.mkdir()
     (modules / "rank_of_the_test.py").write_text("def main(arguments):\n    return 0\n")
-    for name in ("trainer.py", "configs.py"):
+    for name in ("trainer.py", "configs.py", "json.py"):
         (tmp_path / name).write_text("raise SystemExit('shadowed')\n")
-    start = [sys.executable, "-P", "-c", START.replace("tests.trainer.ray_probe", "rank_of_the_test"), str(file)]
-    environment = os.environ | {"PYTHONPATH": str(modules)}
+    script = tmp_path / "bin" / "start.py"  # as the command `lagrange`: a script, which says nothing of -P
+    script.parent.mkdir()
+    script.write_text(START.replace("tests.trainer.ray_probe", "rank_of_the_test"))
+    start = [sys.executable, str(script), str(file)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(modules)))}
     done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -31,7 +31,7 @@ Starter = Callable[..., "subprocess.Popen[bytes]"]
 def start(make_config: ConfigFactory, tmp_path: Path) -> Iterator[Starter]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def launch(launcher: str, what: str) -> subprocess.Popen[bytes]:
+    def launch(launcher: str, what: str, folder: Path = ROOT) -> subprocess.Popen[bytes]:
         config = make_config(**{"trainer.launcher": launcher, "trainer.layout": {"data": 2}})
         file = tmp_path / "config.yaml"
         save_config(config, file)
@@ -40,8 +40,8 @@ def start(make_config: ConfigFactory, tmp_path: Path) -> Iterator[Starter]:
         with (tmp_path / "log").open("wb") as log:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", START, str(file), str(tmp_path / "lives"), what],
-                    cwd=ROOT,
+                    [sys.executable, "-P", "-c", START, str(file), str(tmp_path / "lives"), what],
+                    cwd=folder,
                     env=environment,
                     stdout=log,
                     stderr=log,
@@ -112,6 +112,16 @@ def test_ray_starts_the_whole_group_again_when_a_rank_is_killed(start: Starter, 
         assert not alive(note["pid"])
     assert len({found[f"rank-{rank}-1"]["MASTER_PORT"] for rank in (0, 1)}) == 1
     assert "started again" in (tmp_path / "log").read_text()
+
+
+def test_no_file_of_the_current_folder_takes_the_place_of_a_module_under_ray(start: Starter, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for name in ("json.py", "random.py", "trainer.py", "configs.py"):
+        (folder / name).write_text("raise SystemExit('shadowed')\n")
+    assert start("ray", "end", folder).wait(250) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert sorted(lives(tmp_path)) == ["rank-0-0", "rank-1-0"]
 
 
 def test_a_termination_signal_reaches_the_ranks_under_ray(start: Starter, tmp_path: Path) -> None:
