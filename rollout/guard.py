@@ -5,7 +5,8 @@ processes ask the kernel to die with their parent, but only once they have impor
 a server would leave them behind, with gigabytes of memory. Nor do its files in shared memory outlive it: SGLang ends
 its own processes by SIGKILL, so that none of them removes its files, and over many restarts the memory would fill. A
 file is removed only if a process of the group was seen to have it mapped, its name is one of NAMES, and the server has
-ended or is about to be killed. Uses the standard library alone and imports nothing of ours.
+ended or is about to be killed. For the same reason its temporary files, five a start, lie in a folder of its own, which
+goes with it. Uses the standard library alone and imports nothing of ours.
 It must lead a process group; SIGTERM it hands on to the group, and it ends as PROGRAM does: with the same code, or by
 the same signal.
 """
@@ -16,8 +17,10 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -28,10 +31,12 @@ SHARED_MEMORY = "/dev/shm/"
 # SGLang's slots for its load, its queues between ranks and its arguments, and multiprocessing's semaphores: each server
 # gives them names of its own. Whatever else it has mapped there may be somebody's, weights for example.
 NAMES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_", "sem.mp-")
+LONGEST = 70  # bytes of a temporary folder's name: that of a socket in it has 107 at most, and SGLang's are there
 
 
 def main(program: list[str]) -> None:
     """Run `program`; does not return. Ends with 127 if it cannot be executed."""
+    scratch = own_temporary_folder()
     prctl = ctypes.CDLL(None).prctl  # loaded here: between fork and exec is no place to load a library
     guard = os.getpid()
     child = os.fork()
@@ -49,9 +54,9 @@ def main(program: list[str]) -> None:
 
     signal.signal(signal.SIGTERM, hand_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_until_the_pipe_closes, args=(files,), daemon=True).start()
+    threading.Thread(target=_until_the_pipe_closes, args=(files, scratch), daemon=True).start()
     _, status = os.waitpid(child, 0)
-    remove(files)
+    remove(files, scratch)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
@@ -74,11 +79,24 @@ def mapped(group: int) -> set[str]:
     return set()
 
 
-def remove(files: set[str]) -> None:
-    """Take names away; whoever has such a file mapped keeps it."""
+def own_temporary_folder() -> str:
+    """Make one, for us and all that we start, and name it; "" if there is no room, or its name would be too long."""
+    with contextlib.suppress(OSError):
+        shared = tempfile.gettempdir()
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{os.getuid()}")  # a cache stays
+        if len(shared) <= LONGEST:
+            os.environ["TMPDIR"] = folder = tempfile.mkdtemp(prefix="sglang-")
+            return folder
+    return ""
+
+
+def remove(files: set[str], scratch: str) -> None:
+    """Take names away, and the folder `scratch` if there is one; whoever has such a file mapped keeps it."""
     for path in list(files):
         with contextlib.suppress(OSError):
             Path(path).unlink()
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _execute(program: list[str]) -> None:
@@ -91,14 +109,14 @@ def _execute(program: list[str]) -> None:
     os._exit(CANNOT_RUN)
 
 
-def _until_the_pipe_closes(files: set[str]) -> None:
+def _until_the_pipe_closes(files: set[str], scratch: str) -> None:
     """Look every LOOK_S seconds at what the group has mapped, into `files`; kill it when the pipe closes."""
     closed = False
     while not closed:
         files.update(mapped(os.getpgrp()))
         closed = bool(select.select([0], [], [], LOOK_S)[0]) and not os.read(0, 1)
     files.update(mapped(os.getpgrp()))
-    remove(files)
+    remove(files, scratch)
     os.killpg(0, signal.SIGKILL)
 
 

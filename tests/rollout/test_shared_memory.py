@@ -1,4 +1,4 @@
-"""What a server leaves in shared memory, which SGLang's processes, ended by SIGKILL, do not remove themselves."""
+"""What a server leaves in shared memory and among temporary files: SGLang, ended by SIGKILL, removes neither."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rollout import guard
 from rollout.command import Launch
 from rollout.process import ServerProcess
 from tests.rollout.helpers import until
@@ -109,3 +111,35 @@ def test_a_server_that_ends_in_another_way_leaves_nothing_either(files: Files, e
         finally:
             guard.kill()
     assert files.left() == []
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed", "supervisor gone"])
+def test_a_server_leaves_no_temporary_files_but_its_caches(end: str) -> None:
+    make = "import os, tempfile, time; open(tempfile.mkstemp()[1]); os.makedirs(os.environ['TORCHINDUCTOR_CACHE_DIR']);"
+    make += "print(os.getpid(), flush=True); time.sleep(600)"
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as shared,  # a short name
+        subprocess.Popen(
+            [sys.executable, "-IS", guard.__file__, sys.executable, "-c", make],
+            env=os.environ | {"TMPDIR": shared},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            server = int(process.stdout.readline())
+            assert len(list(Path(shared).glob("sglang-*/*"))) == 1
+            if end == "stopped":
+                process.terminate()
+            elif end == "killed":
+                os.kill(server, signal.SIGKILL)
+            else:
+                process.stdin.close()
+            assert process.wait(timeout=10) < 0
+        finally:
+            process.kill()
+        assert [path.name for path in Path(shared).iterdir()] == [f"torchinductor_{os.getuid()}"]
