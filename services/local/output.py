@@ -1,13 +1,15 @@
 """Where `lagrange up` writes what people read: a terminal, a file, or a pipe, any of which may go away.
 
 Invariant: no run ends with a traceback, or without its report, because nobody reads it. A reader that is gone for good
-(`| head -1`, a terminal that was closed) is a request to stop; a line that a full disk refuses is left out.
+(`| head -1`, a terminal that was closed) is a request to stop, but for a terminal of a process that is to ignore
+hang-ups; a line that a full disk refuses is left out.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import IO, TextIO, cast
@@ -27,6 +29,7 @@ class Output:
 
     def __init__(self, stream: TextIO, gone: Callable[[], object]) -> None:
         self._stream, self._gone = stream, gone
+        self._was_terminal = False
 
     @property
     def encoding(self) -> str:
@@ -34,8 +37,13 @@ class Output:
         return self._stream.encoding
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
-        return self._stream.isatty()
+        """Whether it is a terminal. One that was closed is none any more, and who asks may then write nothing: so it is
+        found out here, too."""
+        terminal = self._stream.isatty()
+        if self._was_terminal and not terminal:
+            self._lose(errno.EIO)
+        self._was_terminal = terminal
+        return terminal
 
     def fileno(self) -> int:
         """Of the stream."""
@@ -54,9 +62,15 @@ class Output:
             return step() or 0
         except OSError as error:
             if error.errno in GONE:
-                self._silence()
-                self._gone()
+                self._lose(error.errno)
             return 0
+
+    def _lose(self, number: int) -> None:
+        """The reader is gone; number: GONE's, which says how."""
+        self._silence()
+        self._was_terminal = False
+        if number == errno.EPIPE or signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self._gone()
 
     def _silence(self) -> None:
         """What is still in the stream's buffer goes nowhere, also when the interpreter ends."""

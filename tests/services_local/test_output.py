@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pty
+import signal
 import sys
 
 import pytest
@@ -20,3 +22,26 @@ def test_a_full_disk_costs_lines_and_does_not_stop_the_run() -> None:
         output = Output(full, lambda: pytest.fail("a disk that is full may have room again"))
         output.write("refused\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what the stream still holds must go when it closes
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("ignores", [True, False])
+def test_a_terminal_that_is_closed_without_a_signal_stops_the_run_unless_hang_ups_are_ignored(
+    asks: bool, ignores: bool
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores else signal.SIG_DFL)
+    master, terminal = pty.openpty()
+    told: list[bool] = []
+    try:
+        with open(terminal, "w", buffering=1) as stream:  # noqa: PTH123 - a descriptor
+            output = Output(stream, lambda: told.append(True))
+            assert output.isatty()
+            os.close(master)
+            for _ in range(2):
+                if asks:  # as rich does, which then writes nothing
+                    assert not output.isatty()
+                else:
+                    output.write("unseen\n")
+        assert told == ([] if ignores else [True])
+    finally:
+        signal.signal(signal.SIGHUP, before)
