@@ -1,6 +1,7 @@
 """`lagrange eval CHECKPOINT --task NAME --samples 8`: one engine, one checkpoint, one task; no Redis, no run.
 
-Invariant: nothing is left of it but the record that it returns, and, if it fails, the engine's log.
+Invariant: nothing is left of it but the record that it returns, and, if it fails, the engine's log. A version that a
+run published cannot be taken away meanwhile.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from configs.schema import RunConfig
 from rollout.checkpoint import read_checkpoint
 from rollout.client import InvalidAnswer, Sample, Sampling
 from rollout.codec import FileCodec
+from rollout.evaluation.best import hold
 from rollout.evaluation.engine import evaluation_engine
 from rollout.evaluation.run import Plan, check_task, evaluate, result
 from rollout.rewards import make_judge
@@ -42,15 +44,50 @@ def alone_config(checkpoint: Path, task: str, parameters: Mapping[str, Any], set
     return validated(tree, "eval")
 
 
+@contextlib.contextmanager
+def held(checkpoint: Path) -> Iterator[Path]:
+    """Where `checkpoint` stays: of a version that a run published, runs/<id>/weights/<version>, and deletes after a few
+    steps, hard links in runs/<id>, for as long as they are needed. Raises ConfigError if it is gone."""
+    run = checkpoint.absolute().parent.parent
+    if checkpoint.absolute().parent != run / "weights" or not (run / "config.yaml").is_file():
+        yield checkpoint
+        return
+    links = run / f".eval-{os.getpid()}"
+    try:
+        try:
+            hold(checkpoint, links)
+        except OSError as error:
+            if not (checkpoint / "config.json").is_file():
+                raise ConfigError(
+                    f"{checkpoint}: the run has deleted this version since (weights.keep). Name a newer one, or "
+                    "runs/<id>/best or model-final."
+                ) from error
+            yield checkpoint  # a folder that we may only read
+        else:
+            yield links
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
 async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, version: int = 0) -> dict[str, Any]:
     """Start an engine, evaluate, end it; the record. version: how the record names the weights.
 
     A folder of the run that this made, for the engine's log, goes unless something fails.
     """
-    folder = config.run.folder
-    made, made_parent = not folder.exists(), not folder.parent.exists()
     if config.model.path is None:
         raise ConfigError("name the folder of a checkpoint")
+    with held(config.model.path) as path:
+        safe = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+        return await _evaluated(
+            safe, str(config.model.path), Plan(version, prompts, samples, safe.rollout.concurrent_groups)
+        )
+
+
+async def _evaluated(config: RunConfig, named: str, plan: Plan) -> dict[str, Any]:
+    """As `evaluate_alone`, of a checkpoint that stays. named: how the record names it."""
+    folder = config.run.folder
+    made, made_parent = not folder.exists(), not folder.parent.exists()
+    assert config.model.path is not None
     task = make_task(config.task.name, config.run.seed, config.task.parameters)
     codec, checkpoint = FileCodec(config.model.path), read_checkpoint(config.model.path)
     check_task(task, codec)
@@ -58,9 +95,8 @@ async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, versi
     limits = PoolLimits.of(rollout)
     judge = make_judge(task, seed=config.run.seed, parameters=config.task.parameters, limits=limits)
     sampling = Sampling(rollout.temperature, rollout.max_new_tokens, checkpoint.stop_ids)
-    plan = Plan(version, prompts, samples, rollout.concurrent_groups)
     try:
-        async with evaluation_engine(config, version) as engine:
+        async with evaluation_engine(config, plan.version) as engine:
 
             async def generate(ids: Any, n: int) -> list[Sample | InvalidAnswer]:
                 return await engine.client.generate(ids, n, sampling)
@@ -79,7 +115,7 @@ async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, versi
         task.name,
         plan,
         answers,
-        checkpoint=str(config.model.path),
+        checkpoint=named,
         seed=config.run.seed,
         temperature=rollout.temperature,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from configs import RunConfig
+from configs import ConfigError, RunConfig
 from rollout.client import EngineClient, InvalidAnswer, Sample, Sampling
 from rollout.codec import FileCodec
 from rollout.evaluation import alone
+from rollout.evaluation.alone import held
 from rollout.evaluation.engine import EngineFailed, EvaluationEngine
 from rollout.evaluation.run import Plan, evaluate, result
 from rollout.rewards import ThreadJudge
@@ -161,3 +163,23 @@ async def test_an_evaluation_ends_with_the_engine_that_serves_it_alone() -> None
     with pytest.raises(EngineFailed, match=r"code -9; its log is sglang\.log"):
         await asyncio.wait_for(engine.during(work()), 20)
     assert given_up
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_version_that_a_run_published_stays_while_it_is_evaluated(tmp_path: Path, published: bool) -> None:
+    version = tmp_path / "runs" / "r" / "weights" / "v000007"
+    version.mkdir(parents=True)
+    (version / "config.json").write_text("{}")
+    if published:
+        (tmp_path / "runs" / "r" / "config.yaml").touch()
+    with held(version) as path:
+        assert (path != version) == published
+        shutil.rmtree(version)
+        assert (path / "config.json").exists() == published
+    assert [p.name for p in (tmp_path / "runs" / "r").glob(".eval*")] == []
+    if published:
+        with (
+            pytest.raises(ConfigError, match=r"the run has deleted this version since \(weights\.keep\)"),
+            held(version),
+        ):
+            pytest.fail("there is nothing to evaluate")
