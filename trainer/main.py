@@ -15,7 +15,7 @@ import hashlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,8 @@ def rank_main(config: RunConfig) -> int:
     configure_logs(config.run.id, "trainer" if rank == 0 else f"trainer-{rank}")
     try:
         _check(config)
+        if config.trainer.device == "cuda":
+            prepare_for_gpu(os.environ)
         if rank == 0:
             for warning in warnings(loss_settings(config)):
                 log.warning("loss", problem=warning)
@@ -96,6 +98,15 @@ def rank_main(config: RunConfig) -> int:
         return AGAIN
     log.info("the trainer ends", how=end)
     return 0 if end == "finished" else STOPPED
+
+
+def prepare_for_gpu(environment: MutableMapping[str, str]) -> None:
+    """Set what CUDA and PyTorch read when they start; what the environment says itself stays."""
+    # Kernels start in the order of their calls: an exchange before the product that hides it.
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # the same under its older name
+        # Micro-batches differ in size, which leaves gaps in memory that no other one fits.
+        environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _check(config: RunConfig) -> None:

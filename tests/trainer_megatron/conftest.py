@@ -79,6 +79,8 @@ def single(reference: Path, ranks: Runner, tmp_path_factory: pytest.TempPathFact
         ["export", "export-moe", {"folder": str(folder / "moe")}],
         ["scores", "scores-moe", {}],
         ["whole_logits", "whole-logits", {}],
+        ["frugal", "frugal", {}],
+        ["fused_state", "fused-state", {}],
         ["scores", "scores-unpacked", {"unpacked": True}],
         ["gradients", "gradients-moe", {}],
         ["drop_gradients", "dropped", {}],

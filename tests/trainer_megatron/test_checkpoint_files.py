@@ -203,6 +203,20 @@ def test_a_disk_that_is_full_when_a_trainer_starts_is_named(tmp_path: Path, monk
         take_over(tmp_path, 2, 20)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.distributed.DistBackendError])
+def test_a_gpu_that_fails_while_a_checkpoint_is_read_does_not_condemn_it(
+    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[RuntimeError]
+) -> None:
+    save(policy, tmp_path, 20, keep=1)
+
+    def fails(*_: object, **__: object) -> None:
+        raise error("not the checkpoint's fault")
+
+    policy.tensors.load_tensors = fails
+    with pytest.raises(error):  # a ConfigError would end the run for good
+        checkpoint.load_checkpoint(policy, tmp_path / "step-00000020")
+
+
 class Fused(torch.optim.Optimizer):
     """Counts its steps by group, as the optimizers of Transformer Engine and apex do."""
 

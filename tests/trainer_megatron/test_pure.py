@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs.load import ConfigError
 from configs.schema import LayoutSection
 from tests.trainer_megatron import data
+from tests.trainer_megatron.settings import run_config
+from trainer.megatron import compat, parallel
 from trainer.megatron.model_config import check_layout, model_shape
 from trainer.megatron.replay import InvalidRoutes, LayerReplay, RoutePlan, RoutingReplay, Source, plan_routes
 from trainer.megatron.safetensors_file import SafetensorsWriter, TensorEntry
@@ -248,6 +251,41 @@ def test_a_termination_signal_reaches_every_rank(tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(30) == 128 + signal.SIGTERM
     _wait_until_gone(pids, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "left"), [("cuda", ["groups"]), ("cpu", ["groups", "model parallel", "process groups"])]
+)
+def test_after_an_error_a_rank_on_a_gpu_does_not_wait_for_the_others_to_take_their_groups_down(
+    monkeypatch: pytest.MonkeyPatch, device: str, left: list[str]
+) -> None:
+    done: list[str] = []
+    state = SimpleNamespace(
+        initialize_model_parallel=lambda **_: done.append("groups"),
+        get_data_parallel_rank=lambda: 0,
+        get_data_parallel_world_size=lambda: 1,
+        get_data_parallel_group=lambda: None,
+        destroy_model_parallel=lambda: done.append("model parallel"),
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(parallel_state=state))
+    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel", SimpleNamespace())
+    seeds = SimpleNamespace(model_parallel_cuda_manual_seed=lambda seed: None)
+    monkeypatch.setitem(sys.modules, "megatron.core.tensor_parallel.random", seeds)
+    monkeypatch.setattr(parallel, "_device", lambda config: torch.device(device))
+    monkeypatch.setattr(compat, "install", lambda: None)
+    for name, value in (
+        ("init_process_group", lambda *_, **__: None),
+        ("new_group", lambda **_: None),
+        ("destroy_process_group", lambda: done.append("process groups")),
+    ):
+        monkeypatch.setattr(torch.distributed, name, value)
+    with pytest.raises(ZeroDivisionError), parallel.parallel(run_config({})):
+        raise ZeroDivisionError
+    assert done == left
+    done.clear()
+    with parallel.parallel(run_config({})):
+        pass
+    assert done == ["groups", "model parallel", "process groups"]
 
 
 def test_scores_never_hold_the_logits_of_more_than_one_chunk_of_rows() -> None:

@@ -83,6 +83,18 @@ def test_the_output_layer_never_makes_the_logits_of_all_rows(single: Single) -> 
     assert int(single[0]["whole-logits"]["calls"]) == 0  # test_pure: what takes its place works chunk by chunk
 
 
+def test_one_micro_batch_of_a_step_is_on_the_device_at_a_time(single: Single) -> None:
+    assert int(single[0]["frugal"]["most"]) == 1
+
+
+def test_the_optimizer_takes_no_temporary_for_all_parameters_at_once(single: Single) -> None:
+    assert int(single[0]["frugal"]["at_once"]) == 0
+
+
+def test_a_checkpoint_adds_no_step_to_an_optimizer_that_counts_them_by_group(single: Single) -> None:
+    assert int(single[0]["fused-state"]["entries"]) == 0
+
+
 def test_a_nan_gradient_is_not_applied_and_leaves_no_mark(single: Single) -> None:
     results = single[0]
     assert not bool(results["poisoned"]["applied"])

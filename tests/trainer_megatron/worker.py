@@ -13,9 +13,12 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import safetensors.torch
 import torch
@@ -276,6 +279,40 @@ def whole_logits(policy: PolicyModel) -> Named:
     return {"calls": torch.tensor(len(calls))}
 
 
+def frugal(policy: PolicyModel) -> Named:
+    """most: micro-batches of a step that are on the device at once. at_once: 1 where the optimizer works on all
+    parameters together, which takes a temporary as large as a moment."""
+    from trainer.megatron import schedule  # after compat.install
+
+    prepare = schedule.prepare
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def watched(*arguments: Any) -> Any:
+        alive.append(1 + sum(item() is not None for item in made))
+        item = prepare(*arguments)
+        made.append(weakref.ref(item.token_ids))
+        return item
+
+    with patch.object(schedule, "prepare", watched):
+        policy.forward_backward(batches(policy), data.micro_batch_loss)
+    policy.zero_gradients()
+    at_once = any(group["foreach"] is not False for group in policy.parts.optimizer.param_groups)
+    return {"most": torch.tensor(alive).max(), "at_once": torch.tensor(int(at_once))}
+
+
+def fused_state(policy: PolicyModel) -> Named:
+    """How many entries the checkpoint gives to an optimizer that counts its steps by group, before its first step."""
+    from trainer.megatron import checkpoint_io  # after compat.install
+
+    class Fused(torch.optim.Optimizer):
+        pass
+
+    fused = Fused([torch.nn.Parameter(torch.zeros(2))], {"lr": 1.0})
+    checkpoint_io._complete_optimizer_state(SimpleNamespace(optimizer=fused))
+    return {"entries": torch.tensor(sum(len(state) for state in fused.state.values()))}
+
+
 DO: dict[str, Callable[..., Named]] = {
     f.__name__: f
     for f in (
@@ -294,6 +331,8 @@ DO: dict[str, Callable[..., Named]] = {
         recompute,
         stage_alone,
         whole_logits,
+        frugal,
+        fused_state,
     )
 }
 
@@ -325,7 +364,7 @@ def work(out: Path, config: dict[str, object], do: list[tuple[str, str, dict[str
             assert policy is not None
             result = DO[name](policy, **options)
             if ranks.is_main:
-                named = {k: v.contiguous().clone() for k, v in result.items()}
+                named = {k: v.cpu().contiguous().clone() for k, v in result.items()}
                 safetensors.torch.save_file(named, str(out / f"{key}.safetensors"))
         ranks.barrier()
         return int(ranks.broadcast_bytes(str(free_port()).encode() if ranks.is_main else None))

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from torch import OutOfMemoryError
+from torch.distributed import DistError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from configs.load import ConfigError
@@ -238,6 +240,8 @@ def load_checkpoint(policy: PolicyModel, folder: Path) -> TrainingState:
         )
     try:
         checkpoint_io.load_tensors(policy, folder, with_optimizer=same)
+    except (OutOfMemoryError, DistError):  # RuntimeErrors, too, and not the checkpoint's fault
+        raise
     except (KeyError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{folder}: not a checkpoint of this model: {error}") from error
     return state

@@ -13,6 +13,7 @@ layout reads it again, and megatron's `fully_reshardable` form would gather it o
 from __future__ import annotations
 
 import copy
+import queue
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import _CONTENT_METADATA_KEY
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -37,6 +36,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _get_failure_dict
 
 from trainer.megatron.optimizer_state import optimizer_part, restore_optimizer_part
 from trainer.megatron.policy import PolicyModel
@@ -79,17 +80,26 @@ def stage_tensors(policy: PolicyModel) -> StagedTensors:
 
 
 def write_tensors(staged: StagedTensors, folder: Path, ranks: dist.ProcessGroup) -> None:
-    """Write what was staged into an existing, empty folder. Collective over `ranks`, a gloo group; on any thread."""
+    """Write what was staged into an existing, empty folder. Collective over `ranks`, a gloo group; on any thread.
+
+    Uses no GPU: a thread that trains nothing has GPU 0 as its own, and each rank would take memory there. Raises
+    CheckpointException, on one rank alone, if another one could not write.
+    """
     rank = dist.get_rank(ranks)
+    # Results go to a Manager process otherwise, whose start costs seconds; they never leave this process.
+    filesystem_async._results_queue = queue.Queue()
     writer = FileSystemWriterAsync(str(folder), thread_count=1)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
     tensors = mcore_to_pyt_state_dict(staged.tensors, False)
-    plan, *_ = save_state_dict_async_plan(tensors, writer, ranks, 0, planner=planner)
+    (_, metadata, wrapper), *_ = save_state_dict_async_plan(tensors, writer, ranks, 0, planner=planner)
     write, _, arguments = writer.get_save_function_and_args()
     if write is not None:
         write(*arguments)
-    save_state_dict_async_finalize(*plan)
+    results = wrapper.gather_object(writer.retrieve_write_results())
     if rank == 0:
+        if failures := _get_failure_dict(results):
+            raise CheckpointException("write", failures)
+        writer.finish(metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     save_tensors(staged.own, folder / _own_file(rank))
 
@@ -136,8 +146,12 @@ def _inner(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _complete_optimizer_state(optimizer: Any) -> None:
-    """torch's Adam makes its state at the first step; a checkpoint before it needs the same entries, at zero."""
+    """torch's Adam makes its state at the first step; a checkpoint before it needs the same entries, at zero.
+
+    Those of Transformer Engine and apex are completed by megatron, and know no `step` of a parameter."""
     for inner in _inner(optimizer):
+        if not isinstance(inner, torch.optim.Adam):
+            continue
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             if not inner.state[parameter]:
                 inner.state[parameter].update(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import queue
 import sys
 import types
 import warnings
@@ -167,7 +166,6 @@ def _megatron() -> None:
     """What has to be changed inside megatron itself."""
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import mappings
 
     # The tracker's fork() reads the device's generator by ways that need a device (random.py:303-306).
@@ -178,10 +176,6 @@ def _megatron() -> None:
     dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-
-    # A synchronous save sends its results through a Manager process, whose start costs seconds; they never leave this
-    # process, so a plain queue does (filesystem_async.py:get_write_results_queue).
-    filesystem_async._results_queue = queue.Queue()
 
     # gloo exchanges equal parts alone, and experts that are cut over ranks get unequal ones (mappings.py:154, :205).
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim

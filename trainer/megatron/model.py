@@ -80,6 +80,9 @@ def build(config: RunConfig, device: torch.device, folder: Path) -> Parts:
         model,
     )
     optimizer = get_megatron_optimizer(_optimizer_config(config), [wrapped])
+    for group in optimizer.param_groups:
+        if "foreach" in group:  # torch's: on a GPU it would take a temporary of 4 bytes a parameter, all at once
+            group["foreach"] = False
     settings.finalize_model_grads_func = _sum_gradients
     settings.grad_scale_func = optimizer.scale_loss
     return Parts(shape, gpt, wrapped, optimizer, rotary, _replay(config, gpt, shape, settings))

@@ -96,8 +96,9 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
 def parallel(config: RunConfig) -> Iterator[Parallel]:
     """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (absent: a world of one); leave at the end.
 
-    gloo on cpu, NCCL on cuda. Seeds torch and megatron from run.seed. Raises ConfigError if the world's size is not
-    that of trainer.layout, or if trainer.device is cuda and there is none.
+    gloo on cpu, NCCL on cuda, whose groups are left to the end of the process after an error. Seeds torch and megatron
+    from run.seed. Raises ConfigError if the world's size is not that of trainer.layout, or if trainer.device is cuda
+    and there is none.
     """
     layout = config.trainer.layout
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -119,6 +120,7 @@ def parallel(config: RunConfig) -> Iterator[Parallel]:
         world_size=world,
         timeout=timeout,
     )
+    well = False
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -138,9 +140,12 @@ def parallel(config: RunConfig) -> Iterator[Parallel]:
             data_group=parallel_state.get_data_parallel_group(),
             writers=dist.new_group(backend="gloo", timeout=timeout),
         )
+        well = True
     finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        # NCCL takes groups down together, and ranks that wait for one that failed never come: it ends without that.
+        if well or device.type == "cpu":
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
 
 
 def _meeting_point(world: int) -> str:
@@ -164,4 +169,6 @@ def _device(config: RunConfig) -> torch.device:
         raise ConfigError("trainer.device is cuda, but torch sees no GPU. Set trainer.device: cpu.")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
+    # cuDNN plans each new shape of its attention anew, for tens of milliseconds; packed batches are hardly ever alike.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device

@@ -93,8 +93,7 @@ class PolicyModel:
         """Score micro-batches without gradients, with routing replay as in training.
 
         The answer is the same on all pipeline and tensor ranks. The number of micro-batches must
-        be the same on all data-parallel ranks (fill up with empty ones). Tensors are on the CPU. Raises InvalidRoutes
-        before anything is computed.
+        be the same on all data-parallel ranks (fill up with empty ones). Tensors are on the CPU. Raises InvalidRoutes.
         """
 
         def output(_: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,7 +131,8 @@ class PolicyModel:
 
         Returns the named tensors of the loss function, one dict per micro-batch of this data-parallel rank, detached,
         on the CPU, the same on all pipeline and tensor ranks. To be called once per optimizer step, with the same
-        number of micro-batches on all data-parallel ranks. Raises InvalidRoutes before anything is computed.
+        number of micro-batches on all data-parallel ranks. Raises InvalidRoutes; what the micro-batches before added
+        is still there then.
         """
 
         def output(batch: MicroBatch, scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -152,18 +152,17 @@ class PolicyModel:
     ) -> list[dict[str, Tensor]]:
         from trainer.megatron import schedule  # after compat.install
 
-        mode, device = self.config.trainer.routing_replay, self.parallel.device
         self._finite = None
-        items = [schedule.prepare(batch, self.parts, mode, device) for batch in micro_batches]
         finished = False
         try:
             reports = schedule.run(
                 self.parts,
-                items,
+                micro_batches,
                 output,
+                mode=self.config.trainer.routing_replay,
                 temperature=self.config.rollout.temperature,
                 training=training,
-                device=device,
+                device=self.parallel.device,
             )
             finished = True
         finally:

@@ -49,16 +49,23 @@ class RoutePlan:
 
 
 def plan_routes(
-    batch: MicroBatch, rows: int, *, experts: int, top_k: int, moe_layers: Sequence[bool], mode: str
+    batch: MicroBatch,
+    rows: int,
+    *,
+    experts: int,
+    top_k: int,
+    moe_layers: Sequence[bool],
+    mode: str,
+    device: torch.device | str = "cpu",
 ) -> RoutePlan:
-    """Check a micro-batch's trace and lay it out for `rows`, at least T (the rest is padding).
+    """Check a micro-batch's trace and lay it out on `device` for `rows`, at least T (the rest is padding).
 
-    mode: "required" (a row that needs a trace and has none is an error), "available" (it keeps its own routing)
-    or "off" (all do). The last token of a traced sequence has no trace and needs none: no later token attends to it
-    and its own output is not trained; it and padding are spread. Raises InvalidRoutes.
+    batch: on the CPU. mode: "required" (a row that needs a trace and has none is an error), "available" (it keeps its
+    own routing) or "off" (all do). The last token of a traced sequence has no trace and needs none: no later token
+    attends to it and its own output is not trained; it and padding are spread. Raises InvalidRoutes.
     """
     layers = sum(moe_layers)
-    spread = torch.arange(rows)[:, None] * top_k + torch.arange(top_k)
+    spread = torch.arange(rows, device=device)[:, None] * top_k + torch.arange(top_k, device=device)
     plan = (spread % experts)[:, None].repeat(1, layers, 1)
     source = torch.full((rows,), Source.SPREAD.value, dtype=torch.int64)
     starts = batch.sequence_starts.tolist()
@@ -66,9 +73,9 @@ def plan_routes(
         source[: starts[-1]] = Source.OWN.value
         if mode == "required" and starts[-1]:
             raise InvalidRoutes("the micro-batch has no routing trace, and trainer.routing_replay is required")
-        return RoutePlan(plan, source)
+        return RoutePlan(plan, source.to(device))
     trace = _moe_part(batch.routes, moe_layers)
-    valid = batch.routes_valid.cpu()
+    valid = batch.routes_valid
     if trace.shape[0] != batch.tokens or valid.shape[0] != batch.tokens or trace.shape[2] != top_k:
         raise InvalidRoutes(
             f"routes are {list(batch.routes.shape)} for {batch.tokens} tokens and a top_k of {top_k}; "
@@ -76,8 +83,9 @@ def plan_routes(
         )
     used = torch.zeros(rows, dtype=torch.bool)
     used[: starts[-1]] = valid[: starts[-1]]
-    plan[used] = trace[used[: batch.tokens]].to("cpu", torch.int64)
-    _check(plan, used, experts)
+    given = used.to(device)
+    plan[given] = trace.to(device)[given[: batch.tokens]].to(torch.int64)
+    _check(plan, given, experts)
     source[used] = Source.TRACE.value
     needs = torch.zeros(rows, dtype=torch.bool)
     needs[: starts[-1]] = ~valid[: starts[-1]]
@@ -89,7 +97,7 @@ def plan_routes(
             f"row {int(needs.nonzero()[0])} has no routing trace, and trainer.routing_replay is required"
         )
     source[needs] = Source.OWN.value
-    return RoutePlan(plan, source)
+    return RoutePlan(plan, source.to(device))
 
 
 def _moe_part(routes: Tensor, moe_layers: Sequence[bool]) -> Tensor:

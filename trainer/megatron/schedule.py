@@ -1,13 +1,14 @@
 """Runs micro-batches through megatron's schedules: packing, scoring, loss, and what the last pipeline stage reports.
 
-Invariant: the gradient buffers receive exactly the sum of the losses that the loss function returned, and every rank of
-a pipeline returns the same report. Import after compat.install.
+Invariants: the gradient buffers receive exactly the sum of the losses that the loss function returned; every rank of a
+pipeline returns the same report; and a micro-batch is on the device from its forward pass to its backward pass, not
+longer: the routes of a whole step would fill a GPU. Import after compat.install.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import safetensors.torch
@@ -36,7 +37,9 @@ OutputFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Report]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A micro-batch as the model takes it: rows filled up to a multiple of the tensor-parallel size, packed, routed."""
+    """A micro-batch as the model takes it: rows filled up to a multiple of the tensor-parallel size, packed, routed.
+
+    All on the device. batch: without its routes, which are in the plan."""
 
     batch: MicroBatch
     token_ids: Tensor  # int64 [1, rows]
@@ -48,8 +51,7 @@ class Prepared:
 
 def prepare(batch: MicroBatch, parts: Parts, mode: str, device: torch.device) -> Prepared:
     """Pack a micro-batch, check and lay out its routes. mode: trainer.routing_replay. Raises InvalidRoutes."""
-    tensor = ps.get_tensor_model_parallel_world_size()
-    rows = max(-(-batch.tokens // tensor), 1) * tensor
+    rows = rows_of(batch)
     fill = rows - batch.tokens
     starts = batch.sequence_starts.tolist()
     if starts[-1] < rows:
@@ -58,9 +60,14 @@ def prepare(batch: MicroBatch, parts: Parts, mode: str, device: torch.device) ->
     routes = None
     if shape.experts:
         routes = plan_routes(
-            batch, rows, experts=shape.experts, top_k=shape.top_k, moe_layers=shape.moe_layers, mode=mode
+            batch,
+            rows,
+            experts=shape.experts,
+            top_k=shape.top_k,
+            moe_layers=shape.moe_layers,
+            mode=mode,
+            device=device,
         )
-        routes = RoutePlan(routes.experts.to(device), routes.source.to(device))
     if parts.rotary is None:
         edges = torch.tensor(starts, dtype=torch.int32, device=device)
         longest = int(edges.diff().max())
@@ -72,7 +79,7 @@ def prepare(batch: MicroBatch, parts: Parts, mode: str, device: torch.device) ->
         packed.blocks = [block.to(device) for block in packed.blocks]
         packed.inverse = packed.inverse.to(device)
     return Prepared(
-        batch=batch.to(device),
+        batch=replace(batch, routes=None, routes_valid=None).to(device),
         token_ids=F.pad(batch.token_ids.to(device), (0, fill))[None],
         position_ids=F.pad(batch.position_ids.to(device), (0, fill))[None],
         labels=F.pad(batch.labels.to(device), (0, fill)),
@@ -81,17 +88,25 @@ def prepare(batch: MicroBatch, parts: Parts, mode: str, device: torch.device) ->
     )
 
 
+def rows_of(batch: MicroBatch) -> int:
+    """Rows of a micro-batch in the model: its own, filled up; at least one on each tensor-parallel rank."""
+    tensor = int(ps.get_tensor_model_parallel_world_size())
+    return max(-(-batch.tokens // tensor), 1) * tensor
+
+
 def run(
     parts: Parts,
-    items: Sequence[Prepared],
+    batches: Sequence[MicroBatch],
     output: OutputFunction,
     *,
+    mode: str,
     temperature: float,
     training: bool,
     device: torch.device,
 ) -> list[Report]:
-    """Forward, and backward if `training`, of all items; the reports, by item, on every rank of the pipeline."""
-    if not items:
+    """Forward, and backward if `training`, of all micro-batches; the reports, by micro-batch, on every rank of the
+    pipeline. mode: trainer.routing_replay. Raises InvalidRoutes at the micro-batch that has them."""
+    if not batches:
         raise ValueError("a step needs at least one micro-batch on every rank; fill up with empty ones")
 
     def forward_step(iterator: Iterator[Prepared], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -121,14 +136,14 @@ def run(
 
     reports: list[Report] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(items),
+        data_iterator=(prepare(batch, parts, mode, device) for batch in batches),
         model=[parts.wrapped],
-        num_microbatches=len(items),
-        seq_length=items[0].token_ids.shape[1],
+        num_microbatches=len(batches),
+        seq_length=rows_of(batches[0]),
         micro_batch_size=1,
         forward_only=not training,
     )
-    return _from_last_stage(reports, len(items), device)
+    return _from_last_stage(reports, len(batches), device)
 
 
 def _scores(
