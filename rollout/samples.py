@@ -61,7 +61,8 @@ class SampleLog:
 def readable(group: Group, codec: Codec) -> dict[str, Any]:
     """A group as plain data: its prompt, and of each sample the reward and its pieces, [version or null, text].
 
-    null: tokens of an environment. What is written down also has `lag`: behind the newest version served by then.
+    null: tokens of an environment. missing: samples left out of the group, without an answer or a reward. What is
+    written down also has `lag`: behind the newest version served by then.
     """
     first = group.trajectories[0]
     return {
@@ -72,6 +73,7 @@ def readable(group: Group, codec: Codec) -> dict[str, Any]:
         "version": group.oldest_version,
         "prompt": codec.decode(first.prompt_ids.tolist())[-TEXT:],
         "rewards": [t.reward for t in group.trajectories],
+        "missing": group.samples_wanted - len(group.trajectories),
         "samples": [
             {"reward": t.reward, "finish": t.finish, "tokens": len(t.response_ids), "pieces": _pieces(t, codec)}
             for t in group.trajectories[:SAMPLES]

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 
 from broker.types import Snapshot
 from rollout.samples import read_samples
+from services.monitor.figures import unrewarded
 from services.monitor.shapes import Answer, base
 
 SHOWN = 24
@@ -46,12 +47,22 @@ class GroupAnswer(BaseModel):
     lag: int = Field(description="The trainer's version now less its own: not the lag at which it was trained.")
     prompt: str
     rewards: list[float]
+    missing: int = Field(description="Samples that were left out of the group: without an answer or a reward.")
     samples: list[SampleAnswer]
+
+
+class UnrewardedAnswer(BaseModel):
+    """Of the samples that the workers judged since each began: those without a reward, which are in no group below."""
+
+    judged: int
+    failed: int = Field(description="It, or the episode, raised or was late.")
+    newest: str = Field(examples=["ValueError: no answer in it"], description='The newest failure; "": there was none.')
 
 
 class SamplesAnswer(Answer):
     """The newest versions first."""
 
+    unrewarded: UnrewardedAnswer
     groups: list[GroupAnswer]
 
 
@@ -60,7 +71,9 @@ def samples(s: Snapshot, folder: Path | None, limit: int) -> SamplesAnswer:
     newest = read_samples(folder, 4 * SHOWN) if folder is not None else ()
     read = (_group(s, record) for record in reversed(newest))
     known = [group for group in read if group is not None and group.lag >= 0]
-    return SamplesAnswer(**base(s), groups=known[:limit])
+    told = unrewarded(s.workers)
+    failures = UnrewardedAnswer(judged=told.samples, failed=told.failed, newest=told.newest)
+    return SamplesAnswer(**base(s), unrewarded=failures, groups=known[:limit])
 
 
 def _group(s: Snapshot, record: Mapping[str, Any]) -> GroupAnswer | None:
@@ -75,6 +88,7 @@ def _group(s: Snapshot, record: Mapping[str, Any]) -> GroupAnswer | None:
             lag=s.version - version,
             prompt=str(record.get("prompt", "")),
             rewards=record.get("rewards", []),
+            missing=int(record.get("missing") or 0),
             samples=[_sample(one) for one in record["samples"]],
         )
     except (KeyError, TypeError, AttributeError, ValueError):  # pydantic's error is a ValueError

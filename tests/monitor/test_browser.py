@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from broker.types import EngineRecord, EngineState
+from broker.types import NEWEST, EngineRecord, EngineState
 from tests.monitor.conftest import Run, record, write_samples
 from tests.monitor.live import Service, chromium, monitor_of
 
@@ -36,6 +36,12 @@ def browser() -> Iterator[Any]:
 def monitor(run: Run, tmp_path: Path) -> Iterator[Service]:
     write_samples(tmp_path / "test")
     run.broker.evaluated(record(1), "aime24", 30.0)
+    counts: dict[str, float | int | str] = {
+        "samples_rewarded": 6.0,
+        "reward_failures": 2.0,
+        f"reward_failures{NEWEST}": "ValueError: <b>",
+    }
+    run.broker.heartbeat_worker("worker-0", counts)
     why = "/update_weights_from_disk_of_another_host: no answer within 120 s"
     run.broker.register_engine(EngineRecord("engine-1", "http://secret-host:2", EngineState.QUARANTINED, detail=why))
     with monitor_of(run, tmp_path) as made:
@@ -88,6 +94,8 @@ def renders(browser: Any, monitor: Service, scheme: str, size: dict[str, int]) -
     assert shown.text("closes") == "closes"
     assert "version 0" in shown.text("events")
     assert "1.00, 2 tokens, stop" in shown.text("samples")
+    assert "2 left out: no answer or no reward" in shown.text("samples")
+    assert shown.text("unrewarded") == "2 of 8 samples got no reward and are left out of their groups: ValueError: <b>"
     assert shown.page.evaluate("document.querySelector('#lags meter').getAttribute('aria-label')").endswith(" tokens")
     boxes = "[...document.querySelectorAll('.tables > div, .tiles dt, .tiles dd')]"
     cut = f"{boxes}.filter((box) => box.scrollWidth > box.clientWidth).map((box) => box.textContent)"

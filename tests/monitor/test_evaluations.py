@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from httpx import ASGITransport, AsyncClient
 
+from broker.types import NEWEST
 from services.monitor.app import create_app
 from services.monitor.samples import samples
 from services.monitor.source import Source
@@ -63,6 +64,21 @@ async def test_samples_are_the_newest_groups_with_their_lag_and_whose_text_it_is
     assert [(g["version"], g["lag"], g["group_id"]) for g in found] == [(2, 0, str(2**60 + 2)), (1, 1, str(2**60 + 1))]
     assert found[0]["samples"][0]["pieces"] == [{"version": 2, "text": "2"}, {"version": None, "text": "?"}]
     assert (await get(run, "/v1/samples"))["groups"] == []
+
+
+async def test_samples_without_a_reward_are_counted_beside_the_others_with_what_was_raised(
+    run: Run, folder: Path
+) -> None:
+    assert (await get(run, "/v1/samples", folder))["unrewarded"] == {"judged": 0, "failed": 0, "newest": ""}
+    counts: dict[str, float | int | str] = {
+        "samples_rewarded": 6.0,
+        "reward_failures": 2.0,
+        f"reward_failures{NEWEST}": "ValueError: <no> answer",
+    }
+    run.broker.heartbeat_worker("worker-0", counts)
+    found = await get(run, "/v1/samples", folder)
+    assert found["unrewarded"] == {"judged": 8, "failed": 2, "newest": "ValueError: <no> answer"}
+    assert [g["missing"] for g in found["groups"]] == [2, 0, 0]
 
 
 async def test_a_sample_that_is_newer_than_the_snapshot_is_not_shown_yet(run: Run, folder: Path) -> None:

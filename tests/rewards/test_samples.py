@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,13 @@ def test_pieces_tell_versions_and_the_environment_apart(tmp_path: Path) -> None:
     record = readable(group(codec, 3), codec)
     assert record["samples"][0]["pieces"] == [(3, "1"), (4, "2"), (None, ">"), (4, "4")]
     assert (record["prompt"], record["rewards"], record["version"]) == ("37<", [0.5, 1.0], 3)
+
+
+def test_a_group_says_how_many_samples_were_left_out_of_it(tmp_path: Path) -> None:
+    codec = FileCodec(tiny_folder(tmp_path))
+    whole = group(codec, 3)
+    assert readable(whole, codec)["missing"] == 0
+    assert readable(replace(whole, samples_wanted=5), codec)["missing"] == 3
 
 
 def test_a_log_keeps_a_few_groups_of_each_version_and_no_more_than_two_files(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@
 
   function summary(g) {
     const mean = g.rewards.reduce((a, b) => a + b, 0) / Math.max(1, g.rewards.length);
-    return "Prompt " + g.prompt_index + ", version " + g.version + (g.lag ? " (" + g.lag + " before the trainer's)" : "") + ", mean reward " + mean.toFixed(3) + (g.trace ? ", trace " + g.trace : "");
+    return "Prompt " + g.prompt_index + ", version " + g.version + (g.lag ? " (" + g.lag + " before the trainer's)" : "") + ", mean reward " + mean.toFixed(3) + (g.missing ? ", " + g.missing + " left out: no answer or no reward" : "") + (g.trace ? ", trace " + g.trace : "");
   }
 
   let shownGroups = "", lastRead = 0;
@@ -165,7 +165,8 @@
     lastRead = Date.now();
     const answer = await fetch("v1/samples", { signal: AbortSignal.timeout(ASK_MS) }).catch(() => null);
     if (!answer || !answer.ok) return;
-    const groups = (await answer.json()).groups, now = groups.map((g) => g.group_id).join();
+    const { unrewarded, groups } = await answer.json(), now = groups.map((g) => g.group_id).join();
+    text("unrewarded", unrewarded.failed ? unrewarded.failed + " of " + unrewarded.judged + " samples got no reward and are left out of their groups: " + unrewarded.newest : "");
     if (now === shownGroups) {  // a group that someone has opened stays open while nothing is new
       groups.forEach((g, i) => { $("samples").children[i].firstChild.textContent = summary(g); });
       return;
