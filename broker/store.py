@@ -184,8 +184,8 @@ class FolderPayloadStore:
                     (self.folder / name.decode()).unlink(missing_ok=True)
 
     def sweep(self) -> int:
-        """Files older than ten minutes that no group's record names."""
-        before, old = time.time() - STAGED_MS / 1000, []
+        """Files older than ten minutes, by the clock that dated them, that no group's record names."""
+        before, old = self._now() - STAGED_MS / 1000, []
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):
                 if entry.is_file() and entry.stat().st_mtime < before:
@@ -196,6 +196,11 @@ class FolderPayloadStore:
         for name in gone:
             (self.folder / name).unlink(missing_ok=True)
         return len(gone)
+
+    def _now(self) -> float:
+        """Seconds since 1970 by the folder's own clock: it may lie on another machine, whose clock is not ours."""
+        os.utime(self.folder)  # without a time: a network file system's server dates it
+        return self.folder.stat().st_mtime
 
     def _write(self, name: str, payload: Payload) -> None:
         aside = self.folder / f".{name}.{uuid.uuid4().hex[:8]}"

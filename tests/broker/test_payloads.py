@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,22 @@ def test_what_a_killed_worker_staged_is_swept_when_it_is_old(
     assert broker.collect_payloads(sweep=True) == 2
     assert [name.split("-")[0] for name in files(tmp_path)] == sorted(["19", str(kept.group_id)])
     assert STAGED_MS >= 10_000
+
+
+@pytest.mark.parametrize("ahead_s", [3600, -3600], ids=["ahead", "behind"])
+def test_a_sweep_goes_by_the_clock_that_dates_the_files(
+    broker: Broker, make_config: ConfigFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
+) -> None:
+    begin(broker, make_config, tmp_path, FOLDER)
+    under_way, left = tmp_path / RUN / "17-00", tmp_path / RUN / "18-00"
+    for path in (under_way, left):
+        path.write_bytes(b"half")
+    old_s = left.stat().st_mtime - 2 * STAGED_MS / 1000
+    os.utime(left, (old_s, old_s))
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + ahead_s)  # this machine's; the file system's goes on
+    assert broker.collect_payloads(sweep=True) == 1
+    assert files(tmp_path) == ["17-00"]
 
 
 def test_a_full_folder_holds_the_worker_back_and_loses_nothing(
