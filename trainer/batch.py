@@ -28,9 +28,10 @@ class MicroBatch:
     [T], the next token of the sequence, 0 where there is none. loss_mask: bool [T], True where labels[t] is a trainable
     response token. behaviour_log_probs: float32 [T], the engine's log-prob of labels[t], 0 elsewhere. advantages:
     float32 [T]. versions: int32 [T], the version that sampled labels[t], -1 elsewhere. sequence_index: int64 [T],
-    numbers sequences over this rank's step; -1 for padding. routes: int32 [T, layers, top_k], or None; routes_valid:
-    bool [T], rows of `routes` that hold a trace (None exactly when routes is None). reference_log_probs: float32 [T],
-    the reference model's log-prob of labels[t]; None where no loss asks for it. T may be 0.
+    numbers sequences over this rank's step; -1 for padding. routes: uint8 (int16 from 257 experts) [T, layers, top_k],
+    or None; routes_valid: bool [T], rows of `routes` that hold a trace (None exactly when routes is None).
+    reference_log_probs: float32 [T], the reference model's log-prob of labels[t]; None where no loss asks for it. T may
+    be 0.
     """
 
     token_ids: Tensor
@@ -207,13 +208,16 @@ def _lay_routes(
     return torch.from_numpy(routes), torch.from_numpy(valid)
 
 
-def spread_routes(rows: int, shape: RouteShape) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """int32 [rows, layers, top_k]: distinct experts in each row, consecutive rows on different ones.
+def spread_routes(rows: int, shape: RouteShape) -> np.ndarray[Any, np.dtype[Any]]:
+    """uint8, or int16 from 257 experts, [rows, layers, top_k]: distinct experts in each row, consecutive rows on
+    different ones.
 
-    For rows that no engine routed: all on one expert would unbalance the dispatcher.
+    For rows that no engine routed: all on one expert would unbalance the dispatcher. The routes of a step are the
+    largest part of it in memory, so they take no more bytes than they need.
     """
     row = np.arange(rows, dtype=np.int32)[:, None] * shape.top_k + np.arange(shape.top_k, dtype=np.int32)[None, :]
-    return np.repeat((row % shape.experts)[:, None, :], shape.layers, axis=1).astype(np.int32)
+    small = (row % shape.experts).astype(np.uint8 if shape.experts <= 256 else np.int16)
+    return np.repeat(small[:, None, :], shape.layers, axis=1)
 
 
 def check_routes(routes: np.ndarray[Any, Any], shape: RouteShape) -> np.ndarray[Any, Any]:

@@ -69,6 +69,15 @@ def test_made_up_routes_name_distinct_experts_and_use_all_of_them(rows: int, lay
     assert len(np.unique(routes)) == min(k + more, rows * k)
 
 
+@pytest.mark.parametrize(("experts", "bytes_each"), [(256, 1), (257, 2)])
+def test_packed_routes_take_no_more_bytes_than_their_experts_need(experts: int, bytes_each: int) -> None:
+    last = np.full((3, 1, 2), experts - 1, np.uint16) - np.array([0, 1], np.uint16)
+    routes = packed([sample(trajectory([1, 2], [3, 4], routes=last))], route_shape=RouteShape(1, 2, experts)).routes
+    assert routes is not None
+    assert routes.element_size() == bytes_each
+    assert routes[:3, 0].tolist() == [[experts - 1, experts - 2]] * 3
+
+
 @given(st.lists(st.integers(1, 500), max_size=60), st.integers(1, 8))
 def test_balance_keeps_every_item_once_and_stays_near_the_mean(weights: list[int], bins: int) -> None:
     parts = balance(weights, bins)
