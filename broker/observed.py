@@ -81,14 +81,20 @@ class Tally:
     failed: int = 0
 
     @property
+    def missing(self) -> int:
+        """What was issued and is nowhere; 0 is invariant 3 (no tokens are generating: they are issued when submitted
+        or reported)."""
+        placed: int = sum(getattr(self, place) for place in PLACES)
+        return self.issued - placed
+
+    @property
     def closes(self) -> bool:
-        """Invariant 3 for groups (generating is zero in a token tally: tokens are issued when submitted or "
-        "reported).
-        """
-        return (
-            self.issued
-            == self.generating + self.ready + self.leased + self.trained + self.filtered + self.stale + self.failed
-        )
+        """Invariant 3."""
+        return self.missing == 0
+
+
+PLACES = ("trained", "filtered", "stale", "failed", "leased", "ready", "generating")
+"""Fields of a Tally: where a group or token is that was issued. It is in one of them."""
 
 
 @dataclass(frozen=True, slots=True)

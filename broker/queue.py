@@ -101,10 +101,6 @@ class Broker(WorkerCalls, TrainerCalls, RegistryCalls, WatchCalls):
             with contextlib.suppress(BrokerError, OSError):  # housekeeping
                 self._store().end()
 
-    def pause_admission(self, paused: bool) -> None:
-        """Stop or resume admission; work in flight goes on."""
-        self._call("set_policy", "paused", int(paused))
-
     def set_max_lag(self, max_lag: int) -> None:
         """Change the bound while the run goes on; it holds from the next admission, submission and pull."""
         if max_lag < 0:

@@ -7,6 +7,7 @@ response token has exactly one version, and a routing trace has one row for each
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -98,6 +99,11 @@ class Group:
     def oldest_version(self) -> int | None:
         """Smallest version over all trainable tokens; None if none is trainable."""
         return min((v for t in self.trajectories if (v := t.oldest_version) is not None), default=None)
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether a group of these rewards carries no signal, so no advantage: all are the same, or fewer than two."""
+    return len(rewards) < 2 or min(rewards) == max(rewards)
 
 
 class InvalidTrajectory(ValueError):

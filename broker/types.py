@@ -20,6 +20,7 @@ from broker.answers import (
 from broker.observed import (
     NEWEST,
     PAST_THE_END_MS,
+    PLACES,
     DeadLetter,
     Detail,
     Event,
@@ -41,6 +42,7 @@ from broker.trajectory import (
     RouteArray,
     Trajectory,
     VersionRun,
+    all_equal,
     check_group,
     check_trajectory,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "NEWEST",
     "NO_SERVER",
     "PAST_THE_END_MS",
+    "PLACES",
     "Batch",
     "BoolArray",
     "DeadLetter",
@@ -79,6 +82,7 @@ __all__ = [
     "VersionRun",
     "Waited",
     "Waiting",
+    "all_equal",
     "check_group",
     "check_trajectory",
 ]

@@ -25,6 +25,7 @@ from broker.types import (
     Refused,
     Ticket,
     Trajectory,
+    all_equal,
     check_group,
 )
 from configs.schema import RunConfig
@@ -44,7 +45,7 @@ from rollout.environments.types import EnvironmentTask
 from rollout.ports import RolloutBroker
 from rollout.prompts import BadPrompt, PastTheEnd, Prompts
 from rollout.rewards import Judge, ThreadJudge, rewarded
-from rollout.rewards.shaping import Shaping, all_equal
+from rollout.rewards.shaping import Shaping
 from rollout.samples import SampleLog
 from rollout.sampling import Draw, NoEngine, Unanswerable, draw_group
 from rollout.tasks import Prompt, Task

@@ -280,7 +280,6 @@ def local_looker(where: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
 
     _, folder = located(where)
     with opened(where) as (broker, config):
-        url = f"{config.monitor.scheme}://{config.monitor.host}:{config.monitor.port}"
 
         def look() -> LiveView:
             see_it_runs(config, folder)
@@ -290,7 +289,7 @@ def local_looker(where: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
                 snapshot, elapsed = since(began, snapshot), (snapshot.time_ms - began.time_ms) / 1000
             rewards, seconds = series_of(records, "reward_mean"), series_of(records, "step_s")
             news = why_no_step_comes(snapshot) if snapshot.metrics and snapshot.status == "running" else None
-            facts = ProcessFacts(elapsed, url, start_log(folder), news=news or "", hint=hint)
+            facts = ProcessFacts(elapsed, config.monitor.url, start_log(folder), news=news or "", hint=hint)
             return view_of(snapshot, rewards, facts, seconds)
 
         yield look

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from configs.load import ConfigError
 from configs.schema import ServiceSection
 from configs.secrets import API_TOKEN, read_secret
+from configs.sections.services import base_url
 
 log = structlog.get_logger()
 BEARER = HTTPBearer(auto_error=False, description="LAGRANGE_API_TOKEN")
@@ -260,9 +261,7 @@ def listen(section: ServiceSection) -> socket.socket:
 def address_of(listener: socket.socket, scheme: str = "http") -> str:
     """Base URL of a listener, as a browser on this machine would write it."""
     host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return base_url(scheme, host, port)
 
 
 def check_certificate(section: ServiceSection) -> None:

@@ -13,16 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from broker.types import all_equal
 from trainer.losses.catalogue import AdvantageName
 
 EPSILON = 1e-6
 
 Rewards = npt.NDArray[np.float64]
-
-
-def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether a group carries no signal: one member, or the same reward for all."""
-    return len(rewards) < 2 or all(r == rewards[0] for r in rewards)
 
 
 def group_advantages(rewards: Sequence[float], how: AdvantageName) -> Rewards:

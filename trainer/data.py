@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from broker.errors import BrokerError, BrokerUnavailable, CorruptPayload
-from broker.types import Delivery, Group, InvalidTrajectory, check_group
-from trainer.advantages import Rewards, all_equal, batch_deviation, group_advantages, sums
+from broker.types import Delivery, Group, InvalidTrajectory, all_equal, check_group
+from trainer.advantages import Rewards, batch_deviation, group_advantages, sums
 from trainer.batch import MicroBatch, RouteShape, Sample, balance, check_traces, pack, plan
 from trainer.losses.catalogue import LossSettings
 from trainer.ports import Ranks, TrainerBroker

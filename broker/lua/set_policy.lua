@@ -1,4 +1,4 @@
--- set_policy.lua: changes one setting of a running run: status, paused or max_lag.
+-- set_policy.lua: changes one setting of a running run: status or max_lag.
 -- KEYS  1 prefix; touches policy, events
 -- ARGV  1 field  2 value
 -- returns {1}

@@ -45,6 +45,12 @@ class WeightsSection(Section):
     probe_interval_s: Seconds = Field(0.5, description="Time between two looks at an engine, in seconds.")
 
 
+def base_url(scheme: str, host: str, port: int) -> str:
+    """Address of a service, as a browser on its machine would write it."""
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 class ServiceSection(Section):
     """Where an HTTP service listens."""
 
@@ -59,6 +65,11 @@ class ServiceSection(Section):
     def scheme(self) -> Literal["http", "https"]:
         """Of the service's address."""
         return "http" if self.cert_file is None else "https"
+
+    @property
+    def url(self) -> str:
+        """Of the service, once its port is chosen."""
+        return base_url(self.scheme, self.host, self.port)
 
 
 class TracesSection(Section):

@@ -69,6 +69,18 @@ def held(checkpoint: Path) -> Iterator[Path]:
         shutil.rmtree(links, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def gone_after_success(folder: Path) -> Iterator[None]:
+    """Remove `folder` and its parent afterwards where they were not there before; an error leaves them."""
+    made, made_parent = not folder.exists(), not folder.parent.exists()
+    yield
+    if made:
+        shutil.rmtree(folder, ignore_errors=True)
+    if made_parent:
+        with contextlib.suppress(OSError):  # another evaluation's folder is in it, or it was never made
+            folder.parent.rmdir()
+
+
 async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, version: int = 0) -> dict[str, Any]:
     """Start an engine, evaluate, end it; the record. version: how the record names the weights.
 
@@ -76,7 +88,7 @@ async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, versi
     """
     if config.model.path is None:
         raise ConfigError("name the folder of a checkpoint")
-    with held(config.model.path) as path:
+    with held(config.model.path) as path, gone_after_success(config.run.folder):
         safe = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
         return await _evaluated(
             safe, str(config.model.path), Plan(version, prompts, samples, safe.rollout.concurrent_groups)
@@ -85,8 +97,6 @@ async def evaluate_alone(config: RunConfig, *, prompts: int, samples: int, versi
 
 async def _evaluated(config: RunConfig, named: str, plan: Plan) -> dict[str, Any]:
     """As `evaluate_alone`, of a checkpoint that stays. named: how the record names it."""
-    folder = config.run.folder
-    made, made_parent = not folder.exists(), not folder.parent.exists()
     assert config.model.path is not None
     task = make_task(config.task.name, config.run.seed, config.task.parameters)
     codec, checkpoint = FileCodec(config.model.path), read_checkpoint(config.model.path)
@@ -106,11 +116,6 @@ async def _evaluated(config: RunConfig, named: str, plan: Plan) -> dict[str, Any
         await judge.close()
     if not any(answers.rewards.values()):
         raise ConfigError(f"no answer could be judged: {answers.last_error or 'the task has no prompts'}")
-    if made:
-        shutil.rmtree(folder, ignore_errors=True)
-    if made_parent:
-        with contextlib.suppress(OSError):  # another evaluation's folder is in it, or it was never made
-            folder.parent.rmdir()
     return result(
         task.name,
         plan,

@@ -6,7 +6,6 @@ Invariant: with the defaults a reward stays as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.schema import ShapingSection
@@ -56,8 +55,3 @@ def overlong(length: int, limit: int, buffer: int) -> float:
     if buffer <= 0:
         return 0.0
     return min(max((length - (limit - buffer)) / buffer, 0.0), 1.0)
-
-
-def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether a group of these rewards has no advantage: all equal, or fewer than two."""
-    return len(rewards) < 2 or min(rewards) == max(rewards)

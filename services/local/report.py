@@ -10,13 +10,13 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from broker.types import Snapshot
+from broker.types import PLACES, Snapshot, Tally
 from configs import ConfigError, RunConfig
 from services.local import report_people, report_waits
 from services.local.charts import Bar, Series, bar_chart, line_chart, moving_average, short
@@ -28,8 +28,6 @@ from services.monitor.figures import unrewarded
 from services.options import program
 
 INERT = 1e-4  # share of newly clipped tokens below which SAT changed next to nothing
-ENDS = ("trained", "filtered", "stale", "failed", "leased", "ready", "generating")
-"""Where a group or token is that was issued."""
 STYLE = Path(__file__).with_name("report.css")
 
 
@@ -262,7 +260,7 @@ def _waits(records: Sequence[Record], since: dict[str, Any]) -> str:
 def _ledger(ledger: dict[str, Any]) -> str:
     if not ledger:
         return '<section><h2>Ledger</h2><p class="note">No final snapshot was saved.</p></section>'
-    names = ("issued", *ENDS)
+    names = ("issued", *PLACES)
     meaning = {
         "filtered": "without gradient",
         "leased": "in the trainer",
@@ -332,7 +330,7 @@ def _closes(ledger: dict[str, Any]) -> bool | None:
 
 def _missing(tally: dict[str, Any]) -> int:
     """What was issued and is in no state; 0 where the ledger closes."""
-    return int(tally.get("issued", 0)) - sum(int(tally.get(name, 0)) for name in ENDS)
+    return Tally(**{place.name: int(tally.get(place.name, 0)) for place in fields(Tally)}).missing
 
 
 def _write(path: Path, text: str) -> None:

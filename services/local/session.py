@@ -209,7 +209,7 @@ class Session:
         if live is not None:
             live.start()
         else:
-            where = f"{self._plan.config.run.folder}  |  monitor: {self._monitor_url()}"
+            where = f"{self._plan.config.run.folder}  |  monitor: {self._plan.config.monitor.url}"
             self._console.print(where, soft_wrap=True, markup=False, highlight=False)
         try:
             while True:
@@ -290,14 +290,10 @@ class Session:
             self._first = self._snapshot
         self._served.update(e.engine_id.partition("@")[0] for e in self._snapshot.engines if e.routable)
 
-    def _monitor_url(self) -> str:
-        monitor = self._plan.config.monitor
-        return f"{monitor.scheme}://{monitor.host}:{monitor.port}"
-
     def _view(self, hint: str = HINT) -> LiveView:
         facts = ProcessFacts(
             elapsed_s=time.monotonic() - self._began,
-            monitor_url=self._monitor_url(),
+            monitor_url=self._plan.config.monitor.url,
             log=start_log(self._plan.folder),
             restarts=tuple((name, h.total) for name, h in self._histories.items() if h.total),
             news=self._news.text,

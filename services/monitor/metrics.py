@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +15,6 @@ from services.monitor.diagnosis import Diagnosis, Verdict
 from services.monitor.figures import Distribution, capacity, in_flight, living_workers, number
 from services.monitor.shapes import lags
 
-STATES = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
 STATISTICS = ("min", "mean", "p50", "p95", "max")
 
 
@@ -224,7 +223,7 @@ def _workers(s: Snapshot) -> list[tuple[tuple[str, ...], float]]:
 
 
 def _tally(t: Tally) -> list[tuple[tuple[str, ...], float]]:
-    return [((state,), float(getattr(t, state))) for state in STATES]
+    return [((state.name,), float(getattr(t, state.name))) for state in fields(t)]
 
 
 def _by_lag(counts: Mapping[int, LagCount], unit: str) -> list[tuple[tuple[str, ...], float]]:

@@ -15,13 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.traces import trace_id
-from broker.types import Group, GroupRecord, Snapshot
+from broker.types import Group, GroupRecord, Snapshot, Tally
 from rollout.codec import Codec
 from rollout.samples import readable
 from services.monitor.figures import capacity, in_flight
 from services.queue_cli.replay import Row
 
-LEDGER = ("issued", "generating", "ready", "leased", "trained", "durable", "filtered", "stale", "failed")
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -45,8 +44,8 @@ def queue_screen(s: Snapshot) -> Together:
         f"{s.steps_total} (durable {s.durable_step}), version {s.version}, published {s.published}, max_lag {s.max_lag}"
     )
     ledger = plain("", "groups", "tokens")
-    for state in LEDGER:
-        ledger.add_row(state, f"{getattr(s.groups, state):,}", f"{getattr(s.tokens, state):,}")
+    for state in fields(Tally):
+        ledger.add_row(state.name, f"{getattr(s.groups, state.name):,}", f"{getattr(s.tokens, state.name):,}")
     lines = [
         "durable: what of trained + filtered no crash takes back; no term of the sum",
         f"in flight {in_flight(s)} of {capacity(s)} groups, payloads {s.payload_bytes / 2**20:.1f} MiB",

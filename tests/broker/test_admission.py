@@ -67,9 +67,9 @@ def test_no_more_groups_are_started_than_the_last_steps_need(run: Run, make_conf
 
 
 def test_pausing_and_ending_a_run_stop_admission(run: Run) -> None:
-    run.broker.pause_admission(True)
+    run.broker.steer("pause")
     assert reason(run.broker.admit(WORKER, ENGINE)) == "paused"
-    run.broker.pause_admission(False)
+    run.broker.steer("resume")
     run.broker.set_status("draining")
     assert reason(run.broker.admit(WORKER, ENGINE)) == "paused"
     run.broker.set_status("stopped")
@@ -153,6 +153,18 @@ def test_a_renewed_lease_holds(run: Run, make_config: ConfigFactory) -> None:
     wait_for(lambda: run.broker.server_time_ms() > ticket.lease_deadline_ms)
     run.admit()
     assert run.broker.snapshot().groups.failed == 0
+
+
+def test_groups_of_a_worker_that_is_gone_wait_for_one_lease_although_the_clock_was_set_back(
+    run: Run, make_config: ConfigFactory
+) -> None:
+    run.broker.initialise(make_config(**{"rollout.lease_s": 0.03}))
+    run.admit()
+    run.set_clock(-3600)
+    wait_for(
+        lambda: reason(run.broker.pull(run.epoch, run.version, 2)) == "starved" and run.counter("leases_expired") == 1
+    )
+    run.assert_closed()
 
 
 def test_a_worker_may_hold_more_groups_than_lua_unpacks(run: Run) -> None:

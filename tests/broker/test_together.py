@@ -202,7 +202,7 @@ def test_a_submission_is_taken_though_no_admission_follows(broker: Broker, make_
     broker.initialise(make_config())
     run = Run(broker).start()
     ticket = run.admit()
-    broker.pause_admission(True)
+    broker.steer("pause")
     (answer,), tickets = broker.submit_and_admit([finished(ticket, RUN)], ENGINE, 1)
     assert answer == "accepted"
     assert isinstance(tickets, Refused)

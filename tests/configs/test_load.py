@@ -14,6 +14,7 @@ from configs import ConfigError, RunConfig, load_config, save_config
 from configs.check import sizes_of
 from configs.fields import USUAL_NAMES, fields
 from configs.load import parse_yaml, validated
+from configs.schema import ServiceSection
 from configs.sections.section import ALLOWED
 
 LOCAL = Path(__file__).parents[2] / "configs" / "local.yaml"
@@ -332,3 +333,16 @@ def test_off_is_a_word_of_its_own_and_a_switch_takes_every_word_for_true_and_fal
         file.write_text(text.replace("\ntrainer:\n", words), encoding="utf-8")
         trainer = load_config(file, {"trainer.distributed_optimizer": parse_yaml("true")}).trainer
         assert (trainer.routing_replay, trainer.recompute) == ("off", False)
+
+
+@pytest.mark.parametrize(
+    ("section", "url"),
+    [
+        ({"host": "10.0.0.7"}, "http://10.0.0.7:8020"),
+        ({"host": "0.0.0.0"}, "http://127.0.0.1:8020"),
+        ({"host": "::1"}, "http://[::1]:8020"),
+        ({"host": "localhost", "cert_file": "a", "key_file": "b"}, "https://localhost:8020"),
+    ],
+)
+def test_the_address_of_a_service_is_one_that_a_browser_on_its_machine_opens(section: dict[str, str], url: str) -> None:
+    assert ServiceSection.model_validate({"port": 8020, **section}).url == url

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from broker.types import all_equal
 from tests.trainer.helpers import OneRank, given, group, settings, trajectory
-from trainer.advantages import all_equal, group_advantages
+from trainer.advantages import group_advantages
 from trainer.data import is_filtered, samples_of
 
 NAMES = ("grpo", "dr-grpo", "rloo", "reinforce++")
