@@ -348,6 +348,12 @@ local function make_durable(id, rec)
   put(id, false)
 end
 local function reap()
+  -- A lease that ends later than one from now was given before the server's clock was set back, or as a longer one. Its
+  -- worker may be gone: it becomes one from now.
+  local latest = int(now + n('lease_ms'))
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', k('generating'), '(' .. latest, '+inf', 'LIMIT', 0, 100)) do
+    index('generating', id, latest)
+  end
   local ids = redis.call('ZRANGEBYSCORE', k('generating'), '-inf', int(now), 'LIMIT', 0, 100)
   for _, id in ipairs(load(ids)) do
     close(id, group(id), 'failed', 'lease expired', 'try')

@@ -40,7 +40,7 @@ while not waits_for and generating > (D - version) * B do
   D = D + 1
 end
 if waits_for then
-  if not policy.straggler_since then set({straggler_since = int(now)}) end
+  if not policy.straggler_since or n('straggler_since') > now then set({straggler_since = int(now)}) end
   if now - n('straggler_since') < n('straggler_ms') then
     count('pulls_straggler')
     return {'refused', 'straggler', 'groups still generating must be trained by version ' .. int(waits_for)}

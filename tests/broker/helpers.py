@@ -120,6 +120,14 @@ class Run:
         self.publish()
         return batch
 
+    def set_clock(self, seconds: int) -> None:
+        """Set the server's clock forward, or back if negative, as the scripts see it."""
+        self.broker._connection.client.hincrby(self.broker._keys.policy, "clock_shift_ms", 1000 * seconds)
+
+    def counter(self, name: str) -> float:
+        """A running total by its name."""
+        return self.broker.snapshot().counters.get(name, 0)
+
     def assert_closed(self) -> None:
         """The ledger closes in groups and in tokens."""
         seen = self.broker.snapshot()

@@ -131,6 +131,7 @@ class Model:
 
     def _reap(self) -> None:
         for i, g in self.of("generating").items():
+            g.lease = min(g.lease, self.now + self.settings.lease)
             if g.lease <= self.now:
                 self._close(i, "failed", "try")
 
@@ -264,7 +265,7 @@ class Model:
             groups_per_step=self.settings.groups_per_step,
         )
         if late is not None:
-            if self.straggler_since is None:
+            if self.straggler_since is None or self.straggler_since > self.now:
                 self.straggler_since = self.now
             if self.now - self.straggler_since < self.settings.straggler:
                 return "straggler"

@@ -32,15 +32,29 @@ class Protocol(Commands):
     """Commands in courses: ordinary work, slow and stalled workers, poison prompts, rollbacks, a Redis that forgets."""
 
     @precondition(lambda self: not self.leased and self.model.of("generating"))
-    @rule()
-    def patience_with_stragglers_ends(self) -> None:
-        """Workers keep their leases while the trainer polls until it does not wait any longer."""
+    @rule(back=st.booleans())
+    def patience_with_stragglers_ends(self, back: bool) -> None:
+        """Workers keep their leases while the trainer polls until it does not wait any longer. back: the clock is set
+        back when it has begun to wait."""
+        if back and not self.leased:
+            self.pull()
+            self.time_passes(-9)
         for _ in range(4):
             if not self.leased:
                 self.pull()
             for worker in WORKERS:
                 self.renew(worker)
             self.time_passes(6)
+
+    @precondition(lambda self: not self.leased and self.model.of("generating"))
+    @rule()
+    def workers_are_gone_when_the_clock_is_set_back(self) -> None:
+        """Their leases run out a lease after somebody has asked for the first time."""
+        self.time_passes(-9)
+        for _ in range(2):
+            if not self.leased:
+                self.pull()
+            self.time_passes(11)
 
     @rule(groups=st.integers(1, 6), newest=st.booleans(), step=st.booleans(), leave=st.integers(0, 2))
     def work(self, groups: int, newest: bool, step: bool, leave: int) -> None:
@@ -84,8 +98,8 @@ class Protocol(Commands):
         if self.leased:
             self.step_and_pull(leave_out, (0,), True)
 
-    @rule(leave=st.integers(1, 2), patience=st.booleans(), late=st.booleans())
-    def slow_groups(self, leave: int, patience: bool, late: bool) -> None:
+    @rule(leave=st.integers(1, 2), patience=st.booleans(), back=st.booleans(), late=st.booleans())
+    def slow_groups(self, leave: int, patience: bool, back: bool, late: bool) -> None:
         """The first groups go on being generated while others are trained, until the trainer waits for them.
 
         patience: until it does not wait any longer. late: then they are submitted, mostly past the bound.
@@ -93,7 +107,7 @@ class Protocol(Commands):
         for _ in range(self.model.max_lag + 2):
             self.work(2 * self.settings.groups_per_step + leave, True, True, leave)
         if patience and not self.leased and self.model.of("generating"):
-            self.patience_with_stragglers_ends()
+            self.patience_with_stragglers_ends(back)
         if late:
             if self.leased:
                 self.step([False, False, False], False)

@@ -59,6 +59,12 @@ MUTATIONS = {
     ),
     "what comes next is said": ("pull", "k('ready'), groups, groups + ahead - 1", "k('ready'), 0, ahead - 1"),
     "leases expire": ("common", "local function reap()\n", "local function reap()\n  if true then return end\n"),
+    "leases expire although the clock was set back": ("common", "index('generating', id, latest)", ""),
+    "waiting for stragglers ends although the clock was set back": (
+        "pull",
+        "or n('straggler_since') > now then",
+        "then",
+    ),
     "tries are bounded": ("common", "rec.attempt < n('group_tries')", "true"),
     "a step is recorded once": ("step", "if policy.stepped == ARGV[2] and", "if false and"),
     "prompts close with their step": ("step", "  index('open', rec.prompt)\n", ""),

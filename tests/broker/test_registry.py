@@ -13,7 +13,7 @@ from broker.types import (
     EngineState,
     LagCount,
 )
-from tests.broker.helpers import ENGINE, WORKER, Run, reason
+from tests.broker.helpers import ENGINE, WORKER, Run, reason, wait_for
 from tests.conftest import ConfigFactory
 
 
@@ -36,6 +36,12 @@ def test_an_event_says_why_an_engine_is_gone_and_no_version_that_it_never_had(br
     broker.register_engine(EngineRecord(ENGINE, "http://engine", EngineState.GONE, 0))
     said = [event["text"] for event in broker.events(3)]
     assert said == [f"{ENGINE} is gone at version 0", "new is gone: port 8000 is in use", "new is joining"]
+
+
+def test_a_role_is_free_after_the_time_that_is_asked_for_although_its_hold_ends_later(broker: Broker) -> None:
+    assert broker.hold("weight-sync", "gone", 3600) == "gone"  # as one that was taken before the clock was set back
+    assert broker.hold("weight-sync", "next", 0.03) == "gone"
+    wait_for(lambda: broker.hold("weight-sync", "next", 0.03) == "next")
 
 
 def test_versions_are_listed_and_forgotten(run: Run) -> None:

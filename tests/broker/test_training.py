@@ -87,14 +87,22 @@ def test_a_later_deadline_is_waited_for_exactly_when_more_are_late_than_the_step
     assert slow[0].group_id in {d.group_id for d in run.pull()}
 
 
-def test_waiting_for_stragglers_is_bounded(run: Run, make_config: ConfigFactory) -> None:
-    run.admit()
+@pytest.mark.parametrize("set_back_s", [0, 3600])
+def test_waiting_for_stragglers_is_bounded(run: Run, make_config: ConfigFactory, set_back_s: int) -> None:
+    slow = run.admit()
     run.ready(2)
     run.step(run.pull())
     run.publish()
     run.ready(2)
-    run.broker.initialise(make_config(**{"rollout.lease_s": 0.02, "lag.straggler_wait_s": 0.02}))
-    wait_for(lambda: not isinstance(run.broker.pull(run.epoch, run.version, 2), Refused))
+    assert reason(run.broker.pull(run.epoch, run.version, 2)) == "straggler"
+    run.set_clock(-set_back_s)
+    run.broker.initialise(make_config(**{"rollout.lease_s": 1.0, "lag.straggler_wait_s": 1.0}))
+
+    def pulled() -> bool:
+        assert run.broker.renew(WORKER, [slow.group_id]) == (slow.group_id,)
+        return not isinstance(run.broker.pull(run.epoch, run.version, 2), Refused)
+
+    wait_for(pulled)
     assert run.broker.snapshot().counters["stragglers_left_behind"] == 1
 
 

@@ -127,7 +127,8 @@ def test_each_role_does_all_of_its_part(  # noqa: PLR0915 - a life of a run, tol
     assert of["engine"].heartbeat_engine(ENGINE, 0, "/staged")
     serving = EngineRecord(ENGINE, "http://engine", EngineState.SERVING, run.version)
     assert of["weight-sync"].update_engine(serving)
-    assert of["weight-sync"].hold("weight-sync", "me", 5) == "me"
+    assert of["weight-sync"].hold("weight-sync", "me", 9) == "me"
+    assert of["weight-sync"].hold("weight-sync", "other", 5) == "me"  # which has no more than 5 s from now
     _published(of["trainer"], run)
     tickets = of["worker"].admit_many(WORKER, ENGINE, 3)
     assert isinstance(tickets, tuple)
