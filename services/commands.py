@@ -297,8 +297,8 @@ def local_looker(where: Path, hint: str) -> Iterator[Callable[[], LiveView]]:
 
 @app.command()
 def report(where: RunArgument) -> None:
-    """Draw runs/<id>/report.html again from the run's metrics and ledger."""
-    from services.local.open_run import located
+    """Draw runs/<id>/report.html again from the run's metrics and ledger, which Redis has while the run is in it."""
+    from services.local.open_run import located, snapshot_if_any
     from services.local.report import draw_report
 
     config, folder = located(where)
@@ -307,7 +307,10 @@ def report(where: RunArgument) -> None:
             f"{where}: the folder of its run, {folder} (run.directory and run.id), is not on this machine. "
             "Draw the report where it is."
         )
-    typer.echo(str(draw_report(folder, config)))
+    now, why_none = snapshot_if_any(where)
+    typer.echo(str(draw_report(folder, config, now)))
+    if now is None and not (folder / "ledger.json").exists():
+        typer.echo(f"without its ledger: there is no ledger.json, which `up` saves as it ends. {why_none}", err=True)
 
 
 add_queue_commands(app)

@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from broker.errors import BrokerUnavailable
+from broker.errors import BrokerError, BrokerUnavailable
 from broker.queue import Broker
+from broker.types import Snapshot
 from configs import ConfigError, RunConfig, load_config
 from configs.secrets import REDIS_PASSWORD, read_secret
 from services.local.layout import embeds_redis
@@ -49,6 +50,15 @@ def opened(where: Path) -> Iterator[tuple[Broker, RunConfig]]:
         raise
     finally:
         broker.close()
+
+
+def snapshot_if_any(where: Path) -> tuple[Snapshot | None, str]:
+    """What Redis has of the run that a folder or a configuration file names now; None, and why, if it cannot be had."""
+    try:
+        with opened(where) as (broker, _):
+            return broker.snapshot(), ""
+    except (ConfigError, NotRunning, BrokerError) as error:
+        return None, str(error)
 
 
 def located(where: Path) -> tuple[RunConfig, Path]:

@@ -1,7 +1,8 @@
 """runs/<id>/report.html: what a run did, on one page that needs nothing but itself.
 
-Invariant: the page is a pure function of the configuration, metrics.jsonl and ledger.json (the last snapshot), so that
-`lagrange report` draws it again at any time; it asks for nothing over the network.
+Invariant: the page is a pure function of the configuration, metrics.jsonl and the last snapshot: ledger.json, which
+`up` leaves behind, or what Redis gives while it has the run. So `lagrange report` draws it again at any time; the page
+asks for nothing over the network.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ def write_report(folder: Path, config: RunConfig, snapshot: Snapshot, first: Sna
     return draw_report(folder, config)
 
 
-def draw_report(folder: Path, config: RunConfig) -> Path:
-    """Draw report.html from the files of a run; the ledger is left out while ledger.json does not exist.
+def draw_report(folder: Path, config: RunConfig, now: Snapshot | None = None) -> Path:
+    """Draw report.html from the files of a run; the ledger is left out if there is neither ledger.json nor `now`.
 
-    Raises ConfigError if a file cannot be read or written.
+    now: of a run that is in Redis, newer than ledger.json. Raises ConfigError if a file cannot be read or written.
     """
-    _write(folder / "report.html", page(config, read_metrics(folder / "metrics.jsonl"), read_ledger(folder)))
+    ledger = read_ledger(folder) | (asdict(now) if now is not None else {})
+    _write(folder / "report.html", page(config, read_metrics(folder / "metrics.jsonl"), ledger))
     return folder / "report.html"
 
 
@@ -259,7 +261,10 @@ def _waits(records: Sequence[Record], since: dict[str, Any]) -> str:
 
 def _ledger(ledger: dict[str, Any]) -> str:
     if not ledger:
-        return '<section><h2>Ledger</h2><p class="note">No final snapshot was saved.</p></section>'
+        return (
+            '<section><h2>Ledger</h2><p class="note">There is none: lagrange up saves it as it ends, and no Redis that '
+            "has the run answered when this page was drawn.</p></section>"
+        )
     names = ("issued", *PLACES)
     meaning = {
         "filtered": "without gradient",
@@ -277,7 +282,7 @@ def _ledger(ledger: dict[str, Any]) -> str:
         rows += f'<tr><th>{unit}</th>{cells}<td class="{"bad" if missing else "good"}">{mark}</td></tr>'
     return (
         '<section><h2>Ledger</h2><p class="note">Issued = trained + filtered + stale + failed + in flight, '
-        "read in one atomic snapshot at the end. Tokens count as issued when they are submitted or reported."
+        "read in one atomic snapshot, the last. Tokens count as issued when they are submitted or reported."
         f"{_given_back(ledger)}</p>"
         f'<div class="scroll"><table class="ledger"><tr><th></th>{head}<th></th></tr>{rows}</table></div>'
         f'<p class="note">{report_waits.restarts(ledger.get("counters") or {})}</p></section>'

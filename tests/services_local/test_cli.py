@@ -303,7 +303,24 @@ def test_a_run_that_was_started_process_by_process_is_seen_by_its_configuration_
     assert "paused" in lagrange("status", str(tmp_path / "CONFIG.yaml")).stdout
     drawn = lagrange("report", str(tmp_path / "CONFIG.yaml"))
     assert drawn.stdout == f"{config.run.folder / 'report.html'}\n"
-    assert "0.625" in (config.run.folder / "report.html").read_text()
+    shown = (config.run.folder / "report.html").read_text()
+    assert "0.625" in shown
+    assert drawn.stderr == ""
+    assert "<span>ledger</span><strong>closes" in shown
+
+
+def test_a_report_without_a_ledger_says_so_and_why_and_is_drawn(
+    lagrange: Lagrange, make_config: ConfigFactory, redis_url: str, tmp_path: Path
+) -> None:
+    """Of a run whose Redis has it no more."""
+    config = make_config(**{"redis.url": redis_url, "run.id": "gone", "run.directory": tmp_path})
+    save_config(config, tmp_path / "CONFIG.yaml")
+    config.run.folder.mkdir(parents=True)
+    drawn = lagrange("report", str(tmp_path / "CONFIG.yaml"))
+    assert (drawn.returncode, drawn.stdout) == (0, f"{config.run.folder / 'report.html'}\n")
+    assert "without its ledger: there is no ledger.json" in drawn.stderr
+    assert "run 'gone' is not in Redis" in drawn.stderr
+    assert "There is none" in (config.run.folder / "report.html").read_text()
 
 
 def test_a_damaged_last_snapshot_is_one_message(lagrange: Lagrange, tmp_path: Path) -> None:
