@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +24,9 @@ _INDEXES = {_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.defaul
 """CUDA takes indexes in CPU memory as well."""
 
 
-@cache
-def gpu() -> torch.device:
-    """The device; from the first call on this process knows it."""
-    _setup_privateuseone_for_python_backend("pretended")
-    return torch.device("pretended", 0)
+# Now, as this is imported: autograd counts the devices at the first backward pass of a process.
+_setup_privateuseone_for_python_backend("pretended")
+GPU = torch.device("pretended", 0)
 
 
 class OnGpu(Tensor):
@@ -45,7 +42,7 @@ class OnGpu(Tensor):
             strides=held.stride(),
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
-            device=gpu(),
+            device=GPU,
         )
         made.held = held
         return made
@@ -114,12 +111,12 @@ def _placed(value: Any, known: dict[int, OnGpu]) -> Any:
 @contextmanager
 def pretend_gpu() -> Iterator[torch.device]:
     """Within it tensors can be made on, and moved to, the device that is yielded."""
-    there, plain = gpu(), torch.tensor
+    plain = torch.tensor
 
     def tensor(data: Any, *, device: Any = "cpu", **options: Any) -> Tensor:
         # Torch's own reads numbers and moves its result behind the back of a dispatch mode.
         made = plain(tree_map(lambda value: value.item() if isinstance(value, OnGpu) else value, data), **options)
-        return made.to(there) if torch.device(device).type != "cpu" else made
+        return made.to(GPU) if torch.device(device).type != "cpu" else made
 
     with patch.object(torch, "tensor", tensor), _Gpu():  # type: ignore[no-untyped-call]
-        yield there
+        yield GPU

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.trainer.on_gpu import gpu, pretend_gpu
+from tests.trainer.on_gpu import GPU, pretend_gpu
 from tests.trainer_megatron import worker
 from tests.trainer_megatron.settings import run_config
 from trainer.launch import run_ranks
@@ -43,11 +43,11 @@ def _move_to_gpu() -> None:
         return value.cpu().numpy() if as_numpy else value.cpu()
 
     changed: Any = torch.Tensor
-    changed.cuda = lambda self, *_, **__: self.to(gpu())
-    compat._CPU = gpu()
+    changed.cuda = lambda self, *_, **__: self.to(GPU)
+    compat._CPU = GPU
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
-    parallel._device = lambda config: gpu()
-    scores.CHUNK_ELEMENTS[gpu().type] = scores.CHUNK_ELEMENTS["cpu"]
+    parallel._device = lambda config: GPU
+    scores.CHUNK_ELEMENTS[GPU.type] = scores.CHUNK_ELEMENTS["cpu"]
     modules: Any = torch.nn.Module
     modules._apply = _with_marks(modules._apply)
 
