@@ -26,6 +26,7 @@ from services.local.live import HINT, Beginning, LiveView, ProcessFacts, plain_l
 from services.local.metrics import MetricsTail
 from services.local.open_run import has_begun, save_beginning
 from services.local.plan import Plan, unwritable
+from services.local.preflight import free_bytes
 from services.local.processes import Processes, explain_log
 from services.local.report import write_report
 from services.local.starting import start_log
@@ -45,6 +46,7 @@ from services.local.supervision import (
 from services.options import program
 
 Commands = Callable[[Role], Sequence[str]]
+FULL_BYTES = 1024**2  # with less, Redis takes no writes and no checkpoint ends, or soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,8 @@ class Session:
             self._hear(str(error))
             return
         self._news = self._news.seen(self._snapshot.epoch, time.monotonic())
+        if free_bytes(self._plan.folder) < FULL_BYTES:
+            self._hear(f"no space is left on the disk of {self._plan.folder}: make room, and all goes on by itself")
         if self._first is None and self._beginning and self._snapshot.metrics != self._beginning.metrics:
             self._first = self._snapshot
         self._served.update(e.engine_id.partition("@")[0] for e in self._snapshot.engines if e.routable)

@@ -24,6 +24,7 @@ from rich.console import Console
 from broker.keys import Keys
 from broker.queue import Broker
 from configs import load_config
+from services.local import session
 from services.local.layout import CannotStart
 from services.local.open_run import read_beginning
 from services.local.plan import only_one, plan_new, prepare
@@ -345,13 +346,32 @@ def test_a_stop_that_is_asked_for_before_redis_answers_starts_nothing_more(tmp_p
     plan = plan_new(config, {})
     prepare(plan)
     terminal = Console(file=io.StringIO(), force_terminal=True, width=110)
-    session = Session(plan, lambda role: ["/no/such/program", role.name], Settings(), terminal, [signal.SIGINT])
-    assert session.run() == 130
+    stopped = Session(plan, lambda role: ["/no/such/program", role.name], Settings(), terminal, [signal.SIGINT])
+    assert stopped.run() == 130
     assert isinstance(terminal.file, io.StringIO)
     frame = terminal.file.getvalue()
     assert "no step yet" in frame
     assert "Ctrl-C" not in frame  # the last frame stays on the screen, where there is nothing to stop any more
     assert [file.name for file in plan.logs.iterdir()] == ["redis.log"]
+
+
+def test_a_full_disk_is_told_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree(tmp_path)))
+    plan = plan_new(config, {})
+    prepare(plan)
+    out, asked = io.StringIO(), list[int]()
+
+    def free(_: Path) -> int:
+        if "no space is left on the disk of" in out.getvalue():
+            asked.append(signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(session, "free_bytes", free)
+    idle = (sys.executable, "-c", "import time; time.sleep(600)")
+    settings = Settings(look_every_s=0.05, line_every_s=0.05)
+    assert Session(plan, lambda _: idle, settings, Console(file=out, width=110), asked).run() == 130
+    assert f"no space is left on the disk of {plan.folder}: make room" in out.getvalue()
 
 
 def test_a_run_that_another_release_wrote_into_redis_is_refused_before_anything_starts(
