@@ -341,6 +341,10 @@ def parse_sample(answer: Any, checkpoint: Checkpoint, prompt: int, routes_start:
         raise InvalidAnswer(f"a token id is outside 0 .. {checkpoint.vocabulary - 1}")
     if n == 0:  # aborted before its first token: there is nothing to have versions or routes
         return Sample(ids, log_probs, (), None, routes_start, finish)
+    if checkpoint.routed and meta.get("num_retractions"):
+        raise InvalidAnswer(
+            "the engine's cache was full, so it computed a response anew: its routes are not those of its log-probs"
+        )
     versions = _versions(meta.get("weight_versions"), n)
     rows = max(prompt + n - 1 - routes_start, 0)
     routes = decode_routes(meta.get("routed_experts"), checkpoint, rows) if checkpoint.routed else None

@@ -8,6 +8,7 @@ weight-sync has loaded and confirmed a published version can pass for a sample o
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ from configs.schema import EngineSection
 from rollout.checkpoint import Checkpoint
 
 UNCONFIRMED_VERSION = "unconfirmed"
-INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TZ")
-INHERITED_PREFIXES = ("SGLANG_", "NCCL_", "HF_", "NVIDIA_", "TRITON_", "TORCH")
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "TZ", "XDG_CACHE_HOME", "CC", "CXX")
+INHERITED_PREFIXES = ("SGLANG_", "CUDA_", "NCCL_", "GLOO_", "HF_", "NVIDIA_", "TRITON_", "TORCH", "FLASHINFER_")
+# As SGLang sets them for its own ranks, unless they are set (0.5.23, srt/entrypoints/engine.py): ranks of one NCCL
+# group that disagree cannot open each other's memory.
+NCCL_AS_SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,8 @@ def engine_launch(
 
     environment: the supervisor's own, of which only what the server needs is passed on (no secrets of ours).
     key_file: the file of `key_file_text`, or None for an open server. index: of the engine on this machine, which
-    chooses its share of CUDA_VISIBLE_DEVICES. seed: of the server's random numbers. cores: those of the machine,
-    which the ranks of a tensor-parallel engine on a CPU share.
+    chooses its share of the GPUs. seed: of the server's random numbers. cores: those of the machine, which the ranks
+    of a tensor-parallel engine on a CPU share.
     """
     module = "lagrange_sglang_cpu.serve" if engine.device == "cpu" else "sglang.launch_server"
     argv = [str(engine.python), "-m", module, "--model-path", str(checkpoint.folder)]
@@ -61,6 +65,10 @@ def engine_launch(
         argv += ["--max-total-tokens", str(engine.max_total_tokens)]
     if checkpoint.routed:
         argv += ["--enable-return-routed-experts"]
+        if engine.device == "cuda":  # the default of newer GPUs chooses experts inside its kernel, and records none
+            argv += ["--moe-runner-backend", "triton"]
+    if engine.device == "cuda" and index and "CUDA_VISIBLE_DEVICES" not in environment:
+        argv += ["--base-gpu-id", str(index * engine.tensor_parallel)]
     if key_file is not None:
         argv += ["--config", str(key_file)]
     return Launch((*argv, *engine.extra_arguments), engine_environment(engine, environment, index, cores))
@@ -80,6 +88,8 @@ def engine_environment(
     kept |= {"OMP_NUM_THREADS": ours.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     kept["PYTHONUNBUFFERED"] = "1"
     kept["PYTHONSAFEPATH"] = "1"  # no file of the current folder takes the place of a module; Python 3.10 has no -P
+    # The environment is not activated, and kernels that are compiled at their first use want its `ninja`.
+    kept["PATH"] = os.pathsep.join(filter(None, (str(engine.python.parent), kept.get("PATH"))))
     if engine.device == "cpu":
         kept["SGLANG_USE_CPU_ENGINE"] = "1"
         if engine.tensor_parallel > 1 and cores:  # left to itself, SGLang refuses more ranks than there are NUMA nodes

@@ -131,14 +131,17 @@ class Link:
 
 
 class Distributed:
-    """See the module. wake: called when a group was made, or could not be. links: by engine."""
+    """See the module. reach: how engines are reached. wake: called when a group was made, or could not be.
+
+    links: by engine.
+    """
 
     one_call = False
 
     def __init__(self, reach: Reach, wake: Callable[[], None]) -> None:
         self.fallbacks = 0
         self.links: dict[str, Link] = {}
-        self._reach, self._wake = reach, wake
+        self.reach, self._wake = reach, wake
         self._ending: set[asyncio.Task[None]] = set()
 
     def ready(self, engine: EngineRecord, client: EngineClient, staged: Staged, waited_s: float) -> bool:
@@ -189,7 +192,7 @@ class Distributed:
         await asyncio.gather(*(self._end(link) for link in links), *self._ending)
 
     async def _make(self, link: Link, group: str, client: EngineClient) -> None:
-        reach, world = self._reach, 1 + self._reach.ranks
+        reach, world = self.reach, 1 + self.reach.ranks
         try:
             link.sender = sender = await Sender.start(reach)
             port = (await sender.ask({"listen": reach.address, "seconds": reach.seconds}))["port"]
@@ -210,7 +213,7 @@ class Distributed:
         """Have the first buffers of a version made. What cannot be read will fail in the load as well."""
         link.parts = ()
         try:
-            link.parts = await asyncio.to_thread(buckets, staged.folder, self._reach.bucket_bytes)
+            link.parts = await asyncio.to_thread(buckets, staged.folder, self.reach.bucket_bytes)
             await sender.ask({"prepare": [_named(part) for part in within(link.parts, AHEAD_BYTES)]})
         except (SenderFailed, OSError, ValueError) as error:
             log.warning("a broadcast cannot be prepared", version=staged.version, problem=str(error))
@@ -229,7 +232,7 @@ class Distributed:
         try:
             if isinstance(begun, Done):
                 parts = link.parts if link.prepared == staged.version else ()
-                parts = parts or await asyncio.to_thread(buckets, staged.folder, self._reach.bucket_bytes)
+                parts = parts or await asyncio.to_thread(buckets, staged.folder, self.reach.bucket_bytes)
                 outcome = await _both(_send_all(sender, parts), _receive_all(client, group, parts, name))
         except (SenderFailed, OSError, ValueError) as error:
             outcome = Lost(str(error))

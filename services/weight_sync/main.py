@@ -21,7 +21,7 @@ from broker.queue import Broker
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from configs.secrets import ENGINE_API_KEY, REDIS_PASSWORD, read_secret
-from rollout.command import engine_environment
+from rollout.command import NCCL_AS_SGLANG, engine_environment
 from rollout.engine import ADVERTISED_HOST
 from services.http import run_service
 from services.weight_sync.app import create_app
@@ -97,7 +97,8 @@ def transport_of(config: RunConfig, environment: Mapping[str, str], wake: Callab
             bucket_bytes=weights.bucket_mb << 20,
             seconds=weights.update_timeout_s,
             # Not the engines' share of the GPUs: NCCL refuses a group with two ranks on one.
-            environment=engine_environment(engine, environment)
+            environment=NCCL_AS_SGLANG
+            | engine_environment(engine, environment)
             | {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"},
         )
         return Distributed(reach, wake)

@@ -203,6 +203,8 @@ class Member:
             return lc.Failed(f"version {command.version} is not staged")
         name = unverified(staged.version)
         outcome = await fleet.transport.load(self.shown, self.client, staged, name, drain=command.drain)
+        if isinstance(outcome, Lost) and not outcome.refused:
+            await self.client.rename(name)  # half of a load keeps the old name, and requests that it held back run now
         self.figures.last_load_seconds = fleet.clock() - began
         self.figures.load_seconds += self.figures.last_load_seconds
         if self.life.maybe_paused:

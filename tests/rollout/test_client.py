@@ -29,7 +29,7 @@ from rollout.client import (
     decode_routes,
     parse_sample,
 )
-from rollout.probe import probe
+from rollout.probe import probe, recorded
 from tests.fakes.engine import FakeEngine
 from tests.fakes.model import fake_routes
 from tests.rollout.helpers import CHECKPOINT
@@ -124,6 +124,7 @@ CONTRADICTIONS = {
     "routes of an expert that is not": meta(
         lambda m: m.update(routed_experts=base64.b64encode(np.full((6, 2, 2), 8, "<i4").tobytes()).decode())
     ),
+    "routes of another forward pass than the log-probs": meta(lambda m: m.update(num_retractions=1)),
     "an unknown end": meta(lambda m: m.update(finish_reason={"type": "tired"})),
     "no meta": lambda answer: {"output_ids": answer["output_ids"]},
     "a token outside the vocabulary": lambda answer: {**answer, "output_ids": [99, *answer["output_ids"][1:]]},
@@ -237,6 +238,27 @@ async def test_the_probe_passes_before_any_version_is_confirmed_and_fails_withou
     engine.experts = 0
     with pytest.raises(InvalidAnswer, match="enable-return-routed-experts"):
         await probe(client)
+
+
+async def test_the_probe_fails_for_routes_that_no_kernel_wrote(engine: FakeEngine, client: EngineClient) -> None:
+    zeros = base64.b64encode(np.zeros((6, 2, 2), "<i4").tobytes()).decode()
+
+    def unwritten(answers: Any) -> Any:
+        for answer in answers:
+            answer["meta_info"]["routed_experts"] = zeros
+        return answers
+
+    engine.fail("/generate", "mutate", change=unwritten)
+    with pytest.raises(InvalidAnswer, match="never written"):
+        await probe(client)
+
+
+def test_routes_are_recorded_if_some_layer_has_experts_that_differ() -> None:
+    dense_first = np.zeros((3, 2, 2), np.uint8)
+    dense_first[:, 1] = (4, 7)
+    assert recorded(dense_first)
+    assert recorded(np.zeros((3, 2, 1), np.uint8))  # of one expert a token nothing can be said
+    assert not recorded(np.zeros((3, 2, 2), np.uint8))
 
 
 def test_an_answer_of_another_kind_is_invalid() -> None:

@@ -60,6 +60,29 @@ def test_engines_of_one_machine_share_its_gpus(visible: str, index: int, each: i
     assert command.environment["CUDA_VISIBLE_DEVICES"] == own
 
 
+def test_engines_of_one_machine_take_the_gpus_one_after_another_if_nobody_named_any() -> None:
+    section = EngineSection(device="cuda", tensor_parallel=2)
+    first, third = (
+        engine_launch(section, CHECKPOINT, 1, environment={}, key_file=None, index=index).argv for index in (0, 2)
+    )
+    assert "--base-gpu-id" not in first
+    assert third[third.index("--base-gpu-id") + 1] == "4"
+
+
+def test_a_gpu_engine_chooses_experts_where_they_are_recorded() -> None:
+    assert option(launch(device="cuda"), "--moe-runner-backend") == "triton"
+    dense = replace(CHECKPOINT, experts=0, top_k=0)
+    command = engine_launch(EngineSection(device="cuda"), dense, 1, environment={}, key_file=None)
+    assert "--moe-runner-backend" not in (*command.argv, *launch().argv)
+
+
+def test_the_server_finds_the_programs_of_its_environment() -> None:
+    section = EngineSection(python=Path("/env/bin/python"))
+    for ours, path in (({"PATH": "/bin"}, "/env/bin:/bin"), ({}, "/env/bin")):
+        command = engine_launch(section, CHECKPOINT, 1, environment=ours, key_file=None)
+        assert command.environment["PATH"] == path
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "bound"),
     [([0, 1], 2, "0|1"), ([0, 1, 4, 5, 6], 2, "0,1|4,5"), ([3], 2, "3|3"), ([0, 1], 1, None), ([], 2, None)],

@@ -36,6 +36,20 @@ def test_the_configuration_chooses_the_way(tmp_path: Path, name: str, kind: type
     assert isinstance(chosen, kind)
 
 
+def test_a_sender_has_the_gpus_that_are_named_and_shares_memory_as_sglang_does(tmp_path: Path) -> None:
+    def environment(**ours: str) -> dict[str, str]:
+        asked = config("redis://127.0.0.1:1/0", tmp_path, transport="distributed")
+        made = transport_of(asked, ours, lambda: None)
+        assert isinstance(made, Distributed)
+        return made.reach.environment
+
+    found = environment(CUDA_VISIBLE_DEVICES="6,7", LAGRANGE_REDIS_PASSWORD="p")
+    assert found["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert (found["NCCL_CUMEM_ENABLE"], found["NCCL_NVLS_ENABLE"]) == ("0", "0")
+    assert not any(name.startswith("LAGRANGE_") for name in found)
+    assert environment(NCCL_CUMEM_ENABLE="1")["NCCL_CUMEM_ENABLE"] == "1"  # an engine keeps what is set, too
+
+
 def test_buckets_hold_every_tensor_once_within_the_limit_and_aligned(tmp_path: Path) -> None:
     folder = Path(write_version(tmp_path, 1).path)
     parts = buckets(folder, 600)

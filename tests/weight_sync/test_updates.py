@@ -97,6 +97,17 @@ async def test_whatever_fails_no_wrong_version_is_routable_and_everything_recove
     w.check()
 
 
+async def test_weights_that_a_load_may_have_left_half_done_lose_the_name_of_the_version_before(w: World) -> None:
+    engine = w.add_engine("e0")
+    async with syncing(w):
+        first = w.publish()
+        await until(lambda: w.serves("e0", first.version))
+        engine.fail("/update_weights_from_disk", "status", times=10**6)
+        second = w.publish()
+        await until(lambda: engine.version == f"unverified-{second.version}")
+    assert engine.loads == 1  # no load but the first gave it a name
+
+
 async def test_an_engine_with_other_weights_than_the_files_is_quarantined_until_a_full_load_is_verified(
     w: World,
 ) -> None:
