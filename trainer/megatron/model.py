@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -50,6 +52,8 @@ def build(config: RunConfig, device: torch.device, folder: Path) -> Parts:
     check_layout(shape, trainer.layout)
     settings = TransformerConfig(**transformer_arguments(shape, trainer))
     engine = device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+    if dist.get_rank() == 0:
+        structlog.get_logger(__name__).info("model.layers", device=device.type, transformer_engine=engine)
     spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=engine)
     gpt = GPTModel(
         config=settings,
