@@ -77,27 +77,28 @@ class EngineView:
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """What the terminal shows. lag: (min, mean, max) over the tokens of the last step; None before the first."""
+    """What the terminal shows; of a run that Redis has not yet told of, the defaults. lag: (min, mean, max) over the
+    tokens of the last step; None before the first."""
 
-    run: str
-    status: str
-    step: int
-    steps_total: int
-    version: int
-    reward: float | None
-    rewards: tuple[float, ...]
-    lag: tuple[int, float, int] | None
-    max_lag: int
-    ready: int
-    generating: int
-    limit: int
-    trainer_wait: float | None
-    tokens_per_s: float | None
-    engines: tuple[EngineView, ...]
-    closes: bool
-    ledger: str
-    eta_s: float | None
     facts: ProcessFacts
+    run: str = ""
+    status: str = "starting"
+    step: int = 0
+    steps_total: int = 0
+    version: int = -1
+    reward: float | None = None
+    rewards: tuple[float, ...] = ()
+    lag: tuple[int, float, int] | None = None
+    max_lag: int = 0
+    ready: int = 0
+    generating: int = 0
+    limit: int = 0
+    trainer_wait: float | None = None
+    tokens_per_s: float | None = None
+    engines: tuple[EngineView, ...] = ()
+    closes: bool = True
+    ledger: str = "nothing issued"
+    eta_s: float | None = None
     dead_letters: int = 0
     unrewarded: Unrewarded = field(default_factory=Unrewarded)
 
@@ -161,9 +162,7 @@ def view_of(
     rewards, step_seconds: mean reward and duration of each step so far.
     """
     if snapshot is None:
-        return LiveView(
-            "", "starting", 0, 0, -1, None, (), None, 0, 0, 0, 0, None, None, (), True, "nothing issued", None, facts
-        )
+        return LiveView(facts)
     metrics, groups = snapshot.metrics, snapshot.groups
     going = bool(metrics) and not snapshot.admission_paused
     return LiveView(
@@ -283,18 +282,7 @@ def screen(view: LiveView) -> Panel:
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(style="dim", no_wrap=True, width=14)
     table.add_column(ratio=1)
-    total = max(view.steps_total, 1)
-    head = Table.grid(padding=(0, 2), expand=True)
-    head.add_column(no_wrap=True)
-    head.add_column(ratio=1)
-    head.add_column(no_wrap=True)
-    left = "" if view.eta_s is None else f"{duration(view.eta_s)} left"
-    head.add_row(
-        f"[bold]{view.step}[/] / {view.steps_total}",
-        ProgressBar(total=total, completed=min(view.step, total), complete_style="cyan", finished_style="green"),
-        left,
-    )
-    table.add_row("step", head)
+    table.add_row("step", _progress(view))
     table.add_row("reward", _reward(view))
     if view.unrewarded.failed:
         what = f"[red]{unrewarded_words(view.unrewarded)}[/], left out of the mean: {escape(view.unrewarded.newest)}"
@@ -321,6 +309,21 @@ def screen(view: LiveView) -> Panel:
         border_style="cyan",
         padding=(1, 2),
     )
+
+
+def _progress(view: LiveView) -> Table:
+    """Steps, a bar, and the time left."""
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    total = max(view.steps_total, 1)
+    line.add_row(
+        f"[bold]{view.step}[/] / {view.steps_total}",
+        ProgressBar(total=total, completed=min(view.step, total), complete_style="cyan", finished_style="green"),
+        "" if view.eta_s is None else f"{duration(view.eta_s)} left",
+    )
+    return line
 
 
 def _reward(view: LiveView) -> str:

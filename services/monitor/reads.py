@@ -63,6 +63,21 @@ def as_json(answer: BaseModel) -> Response:
 def reads(may_read: Sequence[Any]) -> APIRouter:
     """The endpoints. may_read: dependencies of each."""
     made = APIRouter(responses={**AWAY, **DENIED}, dependencies=may_read)
+    made.include_router(_figures())
+    made.include_router(_records())
+
+    @made.get("/metrics", response_class=Response)
+    async def metrics(seen: SeenInFull) -> Response:
+        """For Prometheus (docs/metrics.md)."""
+        verdict = diagnose(seen.snapshot, seen.before, seen.records)
+        return Response(render(seen.snapshot, verdict), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return made
+
+
+def _figures() -> APIRouter:
+    """How the run stands."""
+    made = APIRouter()
 
     @made.get("/v1/run")
     async def run(seen: Seen) -> views.RunAnswer:
@@ -104,6 +119,13 @@ def reads(may_read: Sequence[Any]) -> APIRouter:
         """All of the above from one snapshot, and the last steps: what the page shows."""
         return as_json(overview_of(seen))
 
+    return made
+
+
+def _records() -> APIRouter:
+    """What happened in it, and who takes part: lists, of which `limit` gives the newest."""
+    made = APIRouter()
+
     @made.get("/v1/events", responses=BAD)
     async def events(seen: SeenInFull, limit: Limit = 100) -> detail.EventsAnswer:
         """The newest events: attachments, versions, engines, dead letters, steering."""
@@ -133,11 +155,5 @@ def reads(may_read: Sequence[Any]) -> APIRouter:
     async def versions(seen: Seen) -> detail.VersionsAnswer:
         """The versions that are still there, and who serves them."""
         return detail.versions(seen.snapshot)
-
-    @made.get("/metrics", response_class=Response)
-    async def metrics(seen: SeenInFull) -> Response:
-        """For Prometheus (docs/metrics.md)."""
-        verdict = diagnose(seen.snapshot, seen.before, seen.records)
-        return Response(render(seen.snapshot, verdict), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return made

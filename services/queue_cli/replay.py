@@ -62,20 +62,18 @@ def replay(
     for index, (t, own, advantage) in enumerate(zip(group.trajectories, policy, advantages, strict=True)):
         recomputed, why = _reward(group, t, config)
         ratio = np.abs(own - t.log_probs)[t.loss_mask]
-        lag = version - (t.oldest_version if t.oldest_version is not None else version)
-        rows.append(
-            Row(
-                t.reward,
-                recomputed,
-                why,
-                advantage,
-                int(t.loss_mask.sum()),
-                lag,
-                float(ratio.mean()) if len(ratio) else 0.0,
-                float(ratio.max()) if len(ratio) else 0.0,
-            )
+        row = Row(
+            reward=t.reward,
+            recomputed=recomputed,
+            why=why,
+            advantage=advantage,
+            tokens=len(ratio),
+            lag=0 if t.oldest_version is None else version - t.oldest_version,
+            mean_log_ratio=float(ratio.mean()) if len(ratio) else 0.0,
+            largest_log_ratio=float(ratio.max(initial=0.0)),
         )
-        difference = difference or _difference(index, rows[-1], t, own, tolerance)
+        rows.append(row)
+        difference = difference or _difference(index, row, t, own, tolerance)
     return Replayed(tuple(rows), _loss(group, advantages, policy, config), config.trainer.loss.name, difference)
 
 

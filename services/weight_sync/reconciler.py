@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import httpx
@@ -186,20 +186,15 @@ class Reconciler:
             return
         # What is read below may be older than what a drive that runs meanwhile writes: such an engine waits its turn.
         driven = {engine_id for engine_id, member in self.members.items() if member.busy}
-        read = self.registry
         records, published, now_ms = await asyncio.to_thread(
-            lambda: (read.engines(), read.published(), read.server_time_ms())
+            lambda: (self.registry.engines(), self.registry.published(), self.registry.server_time_ms())
         )
         self.totals.looks += 1
         self.last_look, self.published = self.clock(), published
         if published is not None:
             bind_version(published.version)
             self._stage(published)
-        for record in records:
-            if is_past(record, now_ms):
-                await asyncio.to_thread(read.remove_engine, record.engine_id)
-                log.info("engine forgotten", engine=record.engine_id, silent_s=(now_ms - record.heartbeat_ms) // 1000)
-        records = tuple(record for record in records if not is_past(record, now_ms))
+        records = await self._without_past(records, now_ms)
         self._forget(records)
         for record in records:
             if record.engine_id in driven or has_left(record):
@@ -221,6 +216,17 @@ class Reconciler:
             await self._cancel_all()
             self.members.clear()
         return False
+
+    async def _without_past(self, records: Sequence[EngineRecord], now_ms: int) -> tuple[EngineRecord, ...]:
+        """The records of engines that may still come to something; the others are removed from the registry."""
+        kept = []
+        for record in records:
+            if is_past(record, now_ms):
+                await asyncio.to_thread(self.registry.remove_engine, record.engine_id)
+                log.info("engine forgotten", engine=record.engine_id, silent_s=(now_ms - record.heartbeat_ms) // 1000)
+            else:
+                kept.append(record)
+        return tuple(kept)
 
     def _drive(self, record: EngineRecord) -> None:
         member = self.members.get(record.engine_id)
