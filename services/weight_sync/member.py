@@ -105,8 +105,9 @@ class Member:
         """From one event (a tick, a rejoin) until there is nothing to do. If cancelled, it is continued."""
         try:
             if self.asks_whether_idle and self.life.state is EngineState.SERVING:
-                running = await self.client.running()
-                self.idle = isinstance(running, Done) and running.value == 0
+                known, running = fleet.staged, await self.client.running()
+                # A version that came meanwhile begins only on a look of its own: the answer may be older than it.
+                self.idle = isinstance(running, Done) and running.value == 0 and fleet.staged is known
             event, last = first, None
             while True:
                 life, command = self._step(fleet, event, last)

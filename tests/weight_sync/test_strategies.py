@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import httpx
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from broker.types import EngineState
 from services.weight_sync.strategy import Strategy, is_out, may_leave
-from tests.weight_sync.live import World, syncing, until
+from tests.weight_sync.live import PATIENT, World, syncing, until
 
 
 @given(st.integers(0, 8), st.integers(1, 4), st.booleans())
@@ -57,7 +58,7 @@ async def test_on_idle_waits_for_running_requests_and_then_updates_without_being
     engine = w.add_engine("e0", token_seconds=0.02)
     first = w.publish()
     async with (
-        syncing(w, strategy=Strategy("on-idle")) as reconciler,
+        syncing(w, strategy=Strategy("on-idle"), timeouts=replace(PATIENT, drain=20)) as reconciler,
         httpx.AsyncClient(base_url=w.record("e0").url, timeout=20) as client,
     ):
         await until(lambda: w.serves("e0", first.version))
