@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,11 +27,10 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from services.local.metrics import Record, read_metrics
+from benchmarks.whole_run import whole_run
+from services.local.metrics import Record
 
 FIRST_STEPS = 6  # engines warm up and the pipeline fills
-RUN_S = 900.0  # longest time for one run, its start included
-STOP_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +63,8 @@ def figures(records: Sequence[Record], load: float) -> Figures:
 
 
 def measure(file: Path, bound: int, steps: int, folder: Path) -> Figures:
-    """One run in `folder`, from its first step to its last. Raises RuntimeError, with what it said, if it fails."""
-    command = [sys.executable, "-m", "services", "up", str(file), "--set", f"lag.max={bound}"]
-    command += ["--set", f"run.steps={steps}", "--set", f"run.directory={folder}", "--set", "run.id=run"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            said, _ = process.communicate(timeout=RUN_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # `up` ends its own processes
-            said, _ = process.communicate(timeout=STOP_S)
-    records = read_metrics(folder / "run" / "metrics.jsonl")
-    if process.returncode or len(records) < steps:
-        raise RuntimeError(f"the run with lag.max {bound} ended at step {len(records)} of {steps}:\n{said}")
-    return figures(records, os.getloadavg()[0])
+    """Of one run in `folder`, from its first step to its last. Raises RuntimeError if it fails."""
+    return figures(whole_run(file, folder, steps, {"lag.max": bound}), os.getloadavg()[0])
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
