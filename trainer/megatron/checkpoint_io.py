@@ -13,7 +13,6 @@ layout reads it again, and megatron's `fully_reshardable` form would gather it o
 from __future__ import annotations
 
 import copy
-import queue
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import _CONTENT_METADATA_KEY
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -39,6 +37,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _get_failure_dict
 
+from trainer.megatron import compat
 from trainer.megatron.optimizer_state import optimizer_part, restore_optimizer_part
 from trainer.megatron.policy import PolicyModel
 from trainer.tensor_file import save_tensors
@@ -86,8 +85,7 @@ def write_tensors(staged: StagedTensors, folder: Path, ranks: dist.ProcessGroup)
     CheckpointException, on one rank alone, if another one could not write.
     """
     rank = dist.get_rank(ranks)
-    # Results go to a Manager process otherwise, whose start costs seconds; they never leave this process.
-    filesystem_async._results_queue = queue.Queue()
+    compat.results_stay_in_this_process()
     writer = FileSystemWriterAsync(str(folder), thread_count=1)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
     tensors = mcore_to_pyt_state_dict(staged.tensors, False)

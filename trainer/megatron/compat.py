@@ -1,7 +1,7 @@
 """Lets megatron-core 0.19.2 run on a machine without a GPU, Transformer Engine, apex or triton.
 
-Invariant: on a machine with a GPU nothing is changed; without one, every change is made once, here, by `install`, and
-before megatron is imported. The modules of this package that import megatron at their top (`attention`, `export`,
+Invariant: on a machine with a GPU `install` changes nothing; without one, every change is made once, here, by `install`,
+and before megatron is imported. `results_stay_in_this_process` is for both. The modules of this package that import megatron at their top (`attention`, `export`,
 `checkpoint_io`, `model`, `schedule`, `weights`) must be imported after `install`; `parallel.parallel` calls it first.
 
 Each entry below names the place in megatron-core 0.19.2 that needs it. torch 2.13.0.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import queue
 import sys
 import types
 import warnings
@@ -47,6 +48,16 @@ def install() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one warning for each optional package that is absent
         _megatron()
+
+
+def results_stay_in_this_process() -> None:
+    """Before a checkpoint is written, on any device: what its writer has to say goes through a plain queue.
+
+    Megatron starts a Manager process for it, which takes seconds (filesystem_async.py:get_write_results_queue).
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _current_device() -> torch.device:
