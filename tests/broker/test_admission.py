@@ -14,7 +14,7 @@ from broker.types import (
     InvalidTrajectory,
     LagCount,
 )
-from tests.broker.helpers import ENGINE, WORKER, Run, finished, reason, wait_for
+from tests.broker.helpers import ENGINE, WORKER, Run, finished, reason
 from tests.conftest import ConfigFactory
 
 
@@ -135,9 +135,9 @@ def test_a_group_without_trainable_tokens_is_as_old_as_the_trainer(run: Run) -> 
 
 
 def test_an_expired_lease_returns_the_prompt_and_closes_the_group(run: Run, make_config: ConfigFactory) -> None:
-    run.broker.initialise(make_config(**{"rollout.lease_s": 0.03}))
+    run.broker.initialise(make_config(**{"rollout.lease_s": 60.0}))
     lost = run.admit()
-    wait_for(lambda: run.broker.server_time_ms() > lost.lease_deadline_ms)
+    run.set_clock(61)
     again = run.admit()
     assert (again.prompt_index, again.attempt) == (lost.prompt_index, 1)
     assert run.broker.renew(WORKER, [lost.group_id]) == ()
@@ -146,11 +146,11 @@ def test_an_expired_lease_returns_the_prompt_and_closes_the_group(run: Run, make
 
 
 def test_a_renewed_lease_holds(run: Run, make_config: ConfigFactory) -> None:
-    run.broker.initialise(make_config(**{"rollout.lease_s": 0.05}))
-    ticket = run.admit()
     run.broker.initialise(make_config(**{"rollout.lease_s": 60.0}))
+    ticket = run.admit()
+    run.set_clock(40)
     assert run.broker.renew(WORKER, [ticket.group_id]) == (ticket.group_id,)
-    wait_for(lambda: run.broker.server_time_ms() > ticket.lease_deadline_ms)
+    run.set_clock(21)  # past the end of the lease that was given first
     run.admit()
     assert run.broker.snapshot().groups.failed == 0
 
@@ -158,12 +158,13 @@ def test_a_renewed_lease_holds(run: Run, make_config: ConfigFactory) -> None:
 def test_groups_of_a_worker_that_is_gone_wait_for_one_lease_although_the_clock_was_set_back(
     run: Run, make_config: ConfigFactory
 ) -> None:
-    run.broker.initialise(make_config(**{"rollout.lease_s": 0.03}))
+    run.broker.initialise(make_config(**{"rollout.lease_s": 60.0}))
     run.admit()
     run.set_clock(-3600)
-    wait_for(
-        lambda: reason(run.broker.pull(run.epoch, run.version, 2)) == "starved" and run.counter("leases_expired") == 1
-    )
+    for later, expired in ((0, 0), (61, 1)):
+        run.set_clock(later)
+        assert reason(run.broker.pull(run.epoch, run.version, 2)) == "starved"
+        assert run.counter("leases_expired") == expired
     run.assert_closed()
 
 

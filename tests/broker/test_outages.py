@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -130,6 +131,7 @@ def test_a_handle_follows_the_primary_that_sentinel_elects(tmp_path: Path, make_
         wait_for(lambda: knows_a_replica(url), 60)
         assert broker._connection.client.wait(1, 20_000) == 1
         before = broker.snapshot().groups
+        asked_of_sentinel(url, "SENTINEL", "SET", "queue", "down-after-milliseconds", "500")
         first.kill()
         assert [d.group_id for d in run.pull()] == [t.group_id for t in tickets]  # the same handle, the other server
         assert replica._connection.client.info("replication")["role"] == "master"
@@ -188,11 +190,11 @@ def test_an_address_of_sentinels_that_cannot_be_used_is_said_clearly(url: str) -
 
 @contextlib.contextmanager
 def watching(folder: Path, port: int) -> Iterator[str]:
-    """A sentinel that watches the server at `port` as `queue` and fails over after half a second; its address."""
+    """A sentinel that watches the server at `port` as `queue`, patient with one that is only slow; its address."""
     own, file = free_port(), folder / "sentinel.conf"
     file.write_text(
         f"port {own}\nbind 127.0.0.1\nprotected-mode no\ndir {folder}\nsentinel monitor queue 127.0.0.1 {port} 1\n"
-        "sentinel down-after-milliseconds queue 500\nsentinel failover-timeout queue 5000\n"
+        "sentinel down-after-milliseconds queue 120000\nsentinel failover-timeout queue 5000\n"
     )
     with (folder / "sentinel.log").open("w") as log:
         process = subprocess.Popen([find_server(), file, "--sentinel"], stdout=log, stderr=log)
@@ -204,8 +206,12 @@ def watching(folder: Path, port: int) -> Iterator[str]:
 
 
 def knows_a_replica(url: str) -> bool:
+    return bool(asked_of_sentinel(url, "SENTINEL", "REPLICAS", "queue"))
+
+
+def asked_of_sentinel(url: str, *command: str) -> Any:
     watched = sentinel.parse(url)
     assert watched is not None
     host, port = watched.sentinels[0]
     with redis.Redis(host, port, socket_timeout=5) as client:
-        return bool(client.sentinel_slaves(watched.service))
+        return client.execute_command(*command)
