@@ -1,8 +1,9 @@
 """Lets megatron-core 0.19.2 run on a machine without a GPU, Transformer Engine, apex or triton.
 
-Invariant: on a machine with a GPU `install` changes nothing; without one, every change is made once, here, by `install`,
-and before megatron is imported. `results_stay_in_this_process` is for both. The modules of this package that import megatron at their top (`attention`, `export`,
-`checkpoint_io`, `model`, `schedule`, `weights`) must be imported after `install`; `parallel.parallel` calls it first.
+Invariant: on a machine with a GPU `install` changes nothing; without one, every change is made once, here, by
+`install`, and before megatron is imported. (`results_stay_in_this_process` is for both.) The modules of this package
+that import megatron at their top (`attention`, `export`, `checkpoint_io`, `model`, `schedule`, `weights`) must be
+imported after `install`; `parallel.parallel` calls it first.
 
 Each entry below names the place in megatron-core 0.19.2 that needs it. torch 2.13.0.
 """
