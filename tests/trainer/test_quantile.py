@@ -27,7 +27,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size, self.slots = size, [torch.zeros(0)] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=100)
 
     def member(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def add(counts: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def on_ranks(parts: list[torch.Tensor], alpha: float) -> list[float]:
     ranks = Ranks(len(parts))
     with ThreadPoolExecutor(len(parts)) as pool:
         work = [pool.submit(exact_quantile, p, alpha, sum_counts=ranks.member(i)) for i, p in enumerate(parts)]
-        return [w.result(20) for w in work]
+        return [w.result(100) for w in work]
 
 
 @given(st.lists(floats, min_size=1, max_size=80), st.floats(0, 1))
