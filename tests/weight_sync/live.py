@@ -10,8 +10,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def config(url: str, folder: Path, **weights: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"id": "test", "steps": 100, "directory": str(folder)},
-            "redis": {"url": url, "timeout_s": 1.0},
+            "redis": {"url": url, "timeout_s": 10.0},
             "lag": {"max": 4},
             "model": {"tiny": {}},
             "task": {"name": "max-digit"},
@@ -182,6 +183,34 @@ class Engine(FakeEngine):
         return {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": ""}
 
 
+def hold_loads(*engines: Engine) -> threading.Event:
+    """Their loads from disk wait until the event is set."""
+    go = threading.Event()
+
+    def holding(load: Callable[[dict[str, Any]], Awaitable[tuple[bool, str]]]) -> Any:
+        async def held(body: dict[str, Any]) -> tuple[bool, str]:
+            while not go.is_set():  # noqa: ASYNC110 (set by another thread)
+                await asyncio.sleep(0.005)
+            return await load(body)
+
+        return held
+
+    for engine in engines:
+        object.__setattr__(engine, "load", holding(engine.load))
+    return go
+
+
+def watch_writes(w: World, watch: Callable[[EngineRecord], object]) -> None:
+    """Call `watch` with every record of an engine that weight-sync is about to write."""
+    update = w.broker.update_engine
+
+    def watched(record: EngineRecord, expected: EngineState | None = None) -> bool:
+        watch(record)
+        return update(record, expected)
+
+    object.__setattr__(w.broker, "update_engine", watched)
+
+
 @dataclass
 class World:
     """Redis, a run whose trainer attached, and engines. violations: moments at which something routable was wrong."""
@@ -233,7 +262,7 @@ class World:
 @contextlib.contextmanager
 def world(folder: Path) -> Iterator[World]:
     with redis_server(folder) as (url, _server):
-        broker = Broker.connect(url, "test", timeout_s=1.0)
+        broker = Broker.connect(url, "test", timeout_s=10.0)
         try:
             broker.initialise(config(url, folder))
             epoch = broker.attach_trainer(checkpoint_step=0, checkpoint_version=-1).epoch

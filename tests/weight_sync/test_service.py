@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -87,6 +87,7 @@ async def test_without_redis_the_service_is_not_ready_and_touches_no_engine(w: W
     async with serving(w) as http:
         assert (await http.post("/v1/sync", json={"timeout_s": 20})).status_code == 200
         assert (await http.get("/readyz")).status_code == 200
+        w.broker._connection.timeout_s = 1.0
         w.broker._connection.client.shutdown(nosave=True)
         assert (await http.get("/v1/versions")).status_code == 503
         assert (await http.post("/v1/sync", json={"timeout_s": 0.3})).status_code in (503, 504)
@@ -167,20 +168,25 @@ def test_a_port_in_use_is_one_message_and_an_exit_code(w: World, tmp_path: Path)
 
 
 async def test_an_engine_that_its_supervisor_registers_again_during_an_update_is_loaded_from_the_start(
-    w: World,
+    w: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = w.add_engine("e0")
-    record = w.publish()
+    engine, state = w.add_engine("e0"), list[EngineState]()
+    checksum, record = engine.checksum, w.publish()
+
+    def meanwhile() -> dict[str, Any]:
+        if not state:
+            shown = w.record("e0")
+            state.append(shown.state)
+            w.broker.register_engine(EngineRecord("e0", shown.url, EngineState.JOINING, pid=os.getpid() + 1))
+        return checksum()
+
     async with serving(w, timeouts=Timeouts(probe=20, load=20, pause=20, drain=20)) as http:
         assert (await http.post("/v1/sync", json={"timeout_s": 20})).status_code == 200
-        engine.fail("/weights_checker", "hang", seconds=1.0)
+        monkeypatch.setattr(engine, "checksum", meanwhile)
         second = w.publish()
-        await until(lambda: w.record("e0").state is EngineState.VERIFYING)
-        url = w.record("e0").url
-        w.broker.register_engine(EngineRecord("e0", url, EngineState.JOINING, pid=os.getpid() + 1))
         await until(lambda: w.serves("e0", second.version))
+        assert state == [EngineState.VERIFYING]
         assert len(engine.calls("/update_weights_from_disk")) == 3
-        await asyncio.sleep(0)
     assert record.version < second.version
 
 

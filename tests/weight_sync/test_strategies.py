@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.types import EngineState
+from broker.types import EngineRecord, EngineState
 from services.weight_sync.strategy import Strategy, is_out, may_leave
-from tests.weight_sync.live import PATIENT, World, syncing, until
+from tests.weight_sync.live import PATIENT, World, hold_loads, syncing, until
 
 
 @given(st.integers(0, 8), st.integers(1, 4), st.booleans())
@@ -31,27 +31,31 @@ def test_an_engine_that_joins_or_recovers_does_not_hold_back_those_that_serve() 
 
 @pytest.mark.parametrize("at_most", [1, 2])
 async def test_a_rolling_update_brings_all_engines_to_the_newest_version_a_few_at_a_time(
-    w: World, at_most: int
+    w: World, monkeypatch: pytest.MonkeyPatch, at_most: int
 ) -> None:
     engines = [w.add_engine(f"e{i}") for i in range(3)]
-    first = w.publish()
-    seen = 0
-    async with syncing(w, strategy=Strategy("rolling", at_most)):
+    first, update, out = w.publish(), w.broker.update_engine, [0]
+
+    def counted(record: EngineRecord, expected: EngineState | None = None) -> bool:
+        written = update(record, expected)
+        out.append(sum(not r.routable for r in w.broker.engines()))
+        return written
+
+    timeouts = replace(PATIENT, load=60)
+    async with syncing(w, strategy=Strategy("rolling", at_most), timeouts=timeouts) as reconciler:
         for i in range(3):
             await until(partial(w.serves, f"e{i}", first.version))
-        for engine in engines:
-            engine.fail("/weights_checker", "hang", seconds=0.1)
+        go = hold_loads(*engines)
+        monkeypatch.setattr(w.broker, "update_engine", counted)
         second = w.publish()
-
-        def all_serve() -> bool:
-            nonlocal seen
-            w.check()
-            records = w.broker.engines()
-            seen = max(seen, sum(not r.routable for r in records))
-            return all(r.routable and r.version == second.version for r in records)
-
-        await until(all_serve)
-    assert seen == at_most
+        await until(lambda: max(out) >= at_most)
+        looks = reconciler.totals.looks
+        await until(lambda: reconciler.totals.looks > looks + 3)  # time for one too many
+        assert max(out) == at_most
+        go.set()
+        for i in range(3):
+            await until(partial(w.serves, f"e{i}", second.version))
+    assert max(out) == at_most
 
 
 async def test_on_idle_waits_for_running_requests_and_then_updates_without_being_told(w: World) -> None:

@@ -15,9 +15,22 @@ import pytest
 from broker.queue import Broker
 from broker.snapshot import engine_json
 from broker.types import EngineRecord, EngineState
+from services.weight_sync import engine_client
 from services.weight_sync.reconciler import FORGOTTEN_MS
 from tests.fakes.engine import FakeEngine
-from tests.weight_sync.live import FAST, FAULTS, World, broadcasting, config, syncing, until, write_version
+from tests.weight_sync.live import (
+    FAST,
+    FAULTS,
+    PATIENT,
+    World,
+    broadcasting,
+    config,
+    hold_loads,
+    syncing,
+    until,
+    watch_writes,
+    write_version,
+)
 
 CONTROL = [
     "/model_info",
@@ -47,15 +60,12 @@ async def test_a_published_version_reaches_the_engine_verified_with_the_cache_fl
     assert engine.pauses == 0
 
 
-async def test_a_paused_engine_waits_for_its_load_alone_and_for_no_write_and_no_request_that_ran(w: World) -> None:
-    engine, written = w.add_engine("e0", token_seconds=0.002), []
-    update = w.broker.update_engine
-
-    def watched(record: EngineRecord, expected: EngineState | None = None) -> bool:
-        written.append((record.state, engine.paused))
-        return update(record, expected)
-
-    object.__setattr__(w.broker, "update_engine", watched)
+async def test_a_paused_engine_waits_for_its_load_alone_and_for_no_write_and_no_request_that_ran(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "ABORTED_S", 30.0)  # an aborted request leaves at once, or is waited for
+    engine, written = w.add_engine("e0", token_seconds=0.002, context=50_000), list[tuple[EngineState, str | None]]()
+    watch_writes(w, lambda record: written.append((record.state, engine.paused)))
     running_at_pause: list[int] = []
     pause = engine.pause
 
@@ -67,8 +77,8 @@ async def test_a_paused_engine_waits_for_its_load_alone_and_for_no_write_and_no_
     async with broadcasting(w, drain=False), httpx.AsyncClient(trust_env=False) as http:
         first = w.publish()
         await until(lambda: w.serves("e0", first.version))
-        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
-        engine.answer = lambda _prompt, _random: [7] * 400
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 40_000, "ignore_eos": True}}  # for 80 s
+        engine.answer = lambda _prompt, _random: [7] * 40_000
         asked = asyncio.create_task(http.post(w.record("e0").url + "/generate", json=body, timeout=60))
         await until(lambda: engine.running)
         second = w.publish()
@@ -168,19 +178,24 @@ async def test_an_engine_that_hangs_delays_no_other_and_all_are_continued(w: Wor
 
 async def test_versions_published_during_an_update_are_skipped_but_for_the_newest(w: World) -> None:
     engine = w.add_engine("e0")
-    engine.fail("/update_weights_from_disk", "hang", seconds=0.2)
-    w.publish()
-    async with syncing(w):
+    go, first = hold_loads(engine), w.publish()
+    async with syncing(w, timeouts=replace(PATIENT, load=60)) as reconciler:
         await until(lambda: engine.calls("/update_weights_from_disk"))
         newest = [w.publish() for _ in range(10)][-1]
+        await until(lambda: reconciler.staged is not None and reconciler.staged.version == newest.version)
+        go.set()
         await until(lambda: w.serves("e0", newest.version))
-    assert len(engine.calls("/update_weights_from_disk")) <= 3
+    loaded = [load["weight_version"] for load in engine.calls("/update_weights_from_disk")]
+    assert loaded == [f"unverified-{first.version}", f"unverified-{newest.version}"]
 
 
 async def test_running_requests_end_under_the_version_that_they_began_with(w: World) -> None:
     engine = w.add_engine("e0", token_seconds=0.01)
     first = w.publish()
-    async with syncing(w), httpx.AsyncClient(base_url=w.record("e0").url, timeout=10) as client:
+    async with (
+        syncing(w, timeouts=replace(PATIENT, drain=20)),
+        httpx.AsyncClient(base_url=w.record("e0").url, timeout=30) as client,
+    ):
         await until(lambda: w.serves("e0", first.version))
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 15, "ignore_eos": True}}
         asked = asyncio.create_task(client.post("/generate", json=body))
@@ -244,14 +259,15 @@ async def test_in_abort_mode_one_request_aborts_and_loads_and_an_abort_that_miss
 
 
 async def test_an_engine_that_was_killed_is_not_routable_and_is_loaded_before_it_is_again(w: World) -> None:
-    engine = w.add_engine("e0")
+    engine, written = w.add_engine("e0"), list[EngineRecord]()
     record = w.publish()
     async with syncing(w):
         await until(lambda: w.serves("e0", record.version))
         port = int(w.record("e0").url.rsplit(":", 1)[1])
+        watch_writes(w, written.append)
         w.stack.close()
-        await until(lambda: w.record("e0").state is EngineState.QUARANTINED)
         await until(lambda: w.record("e0").state is EngineState.GONE)
+        assert list(dict.fromkeys(r.state for r in written)) == [EngineState.QUARANTINED, EngineState.GONE]
         engine = w.add_engine("e0", port=port)
         await until(lambda: w.serves("e0", record.version))
     assert len(engine.calls("/update_weights_from_disk")) == 1
