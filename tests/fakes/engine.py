@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class FakeEngine:
 
     answer: what to sample: (prompt ids, random source) -> response ids (cut at max_new_tokens). token_seconds: time
     that a token takes. stop_token: ends a response with finish "stop". experts 0: a dense model without routes.
+    most_tokens: a sample that has so many waits until this is raised or None, or it is aborted; see `held`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class FakeEngine:
         self.api_key, self.admin_api_key = api_key, admin_api_key
         self.random = random.Random(seed)
         self.paused: str | None = None
+        self.most_tokens: int | None = None
         self.healthy = True
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, dict[str, Any]]] = []
@@ -103,6 +106,11 @@ class FakeEngine:
     def calls(self, path: str) -> list[dict[str, Any]]:
         """Bodies of the requests of `path` so far."""
         return [body for seen, body in self.requests if seen == path]
+
+    def held(self, samples: int) -> bool:
+        """Whether `samples` samples run, and each has `most_tokens` tokens: none can end before the test goes on."""
+        running = list(self.running.values())
+        return len(running) == samples and all(len(s.tokens) == self.most_tokens for s in running)
 
     def take_fault(self, path: str) -> Fault | None:
         """The fault that the present request of `path` meets, or None."""
@@ -189,6 +197,7 @@ class FakeEngine:
         try:
             for token in self.answer(s.prompt, self.random)[:limit]:
                 await asyncio.sleep(self.token_seconds)
+                await _until(partial(self._may_sample, s))
                 await self._until_continued(s)
                 if s.aborted:
                     break
@@ -231,6 +240,10 @@ class FakeEngine:
             routes = routes[body.get("routed_experts_start_len", 0) :]
             meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
         return meta
+
+    def _may_sample(self, s: _Sample) -> bool:
+        most = self.most_tokens  # read once: the test's thread changes it
+        return most is None or len(s.tokens) < most or s.aborted
 
     async def _until_admitted(self, sample: _Sample) -> None:
         await _until(lambda: not self.loading or sample.aborted)

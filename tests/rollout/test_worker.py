@@ -142,14 +142,14 @@ async def test_tokens_older_than_the_admission_are_drawn_again(
 async def test_aborted_samples_go_on_under_the_new_version_with_their_old_tokens(
     run: Run, engine: FakeEngine, url: str, folder: Path, make_config: ConfigFactory
 ) -> None:
-    engine.token_seconds = 0.01
+    engine.most_tokens = 6
     config = make_config(**{"rollout.max_new_tokens": 40, "rollout.concurrent_groups": 1})
     worker = make_worker(config, run.broker, folder)
     async with working(worker):
-        await until(lambda: any(len(s.tokens) > 5 for s in list(engine.running.values())))
+        await until(lambda: engine.held(2))
         run.broker.register_engine(EngineRecord(ENGINE, url, EngineState.UPDATING, 0))
         await engine.pause("abort")
-        engine.version, engine.paused = "1", None
+        engine.version, engine.most_tokens, engine.paused = "1", None, None
         serving(run.broker, url, 1)
         await until(lambda: ready(run.broker) >= 2)
     group = min(ready_groups(run, 2), key=lambda g: g.group_id)

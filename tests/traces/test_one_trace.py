@@ -146,14 +146,14 @@ async def test_a_sample_that_an_update_interrupts_goes_on_in_the_same_span(
     memory, config = Memory(), make_config(**{"rollout.max_new_tokens": 40, "rollout.concurrent_groups": 1})
     Run(broker).start()
     broker.remove_engine("engine-1")
-    engine.token_seconds = 0.01
+    engine.most_tokens = 6
     with engine.serve() as url:
         serving(broker, url, 0)
         async with working(make_worker(config, broker, tiny_folder(tmp_path), traces=memory.traces)):
-            await until(lambda: any(len(s.tokens) > 5 for s in list(engine.running.values())))
+            await until(lambda: engine.held(2))
             broker.register_engine(EngineRecord(ENGINE, url, EngineState.UPDATING, 0))
             await engine.pause("abort")
-            engine.version, engine.paused = "1", None
+            engine.version, engine.most_tokens, engine.paused = "1", None, None
             serving(broker, url, 1)
             await until(lambda: ready(broker) >= 1)
     samples = [span for span in memory.named("generate") if (span.attributes or {}).get("lagrange.versions") == 2]
