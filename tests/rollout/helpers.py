@@ -74,14 +74,14 @@ def run_with(broker: Broker, engine: FakeEngine) -> Iterator[Run]:
 
 @contextlib.asynccontextmanager
 async def working(worker: Worker) -> AsyncIterator[asyncio.Event]:
-    """A worker at work; ends it at the end, within the time that SIGTERM has."""
+    """A worker at work; ends it at the end; only one that hangs needs so long."""
     stop = asyncio.Event()
     task = asyncio.create_task(worker.run(stop))
     try:
         yield stop
     finally:
         stop.set()
-        await asyncio.wait_for(task, 5.0)
+        await asyncio.wait_for(task, 30.0)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
