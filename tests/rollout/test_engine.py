@@ -25,6 +25,7 @@ from broker.types import EngineRecord, EngineState
 from configs.load import ConfigError
 from configs.schema import RunConfig
 from rollout import engine as supervising
+from rollout import process as server_process
 from rollout.command import Launch
 from rollout.engine import Plan, Supervisor, main, make_plan
 from rollout.ports import LEFT
@@ -87,14 +88,17 @@ def python(code: str) -> Launch:
     return Launch((sys.executable, "-c", code), dict(os.environ))
 
 
-async def test_stop_ends_the_whole_family_and_the_key_is_not_in_the_log(tmp_path: Path) -> None:
+async def test_stop_ends_the_whole_family_and_the_key_is_not_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_process, "STOP_S", 60.0)  # on busy cores SIGTERM may need longer than the usual time
     log = tmp_path / "logs" / "sglang-0.log"
     server = await ServerProcess.start(python(FAMILY), log, "topsecret")
     await until(lambda: bool(server.lines))
     child = int(server.lines[-1].split()[-1])
     began = time.monotonic()
     await server.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert server.exit_code == -signal.SIGTERM
     await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
     assert log.read_text().startswith("key=*** child")
@@ -106,7 +110,7 @@ async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     await until(lambda: bool(server.lines))
     began = time.monotonic()
     await server.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert server.exit_code == -signal.SIGKILL
 
 
@@ -168,7 +172,7 @@ def test_no_process_of_the_server_outlives_its_supervisor(tmp_path: Path, victim
                 family[0].kill()
             else:
                 supervisor.kill()
-            end = time.monotonic() + 5
+            end = time.monotonic() + 30
             while not all(gone(process.pid) for process in family):
                 assert time.monotonic() < end, "an orphan"
             with contextlib.suppress(ProcessLookupError):
@@ -212,7 +216,7 @@ async def test_a_server_is_joining_after_the_probe_gone_when_it_dies_and_started
     await until(lambda: broker.engines()[0].state is EngineState.JOINING)
     assert broker.engines()[0].pid != first.pid
     stop.set()
-    assert await asyncio.wait_for(life, 5) == 0
+    assert await asyncio.wait_for(life, 30) == 0
     assert broker.engines()[0].state is EngineState.GONE
 
 
@@ -232,7 +236,7 @@ async def test_heartbeats_leave_what_weight_sync_wrote_alone(
     await until(lambda: bool(broker.engines()))
     assert broker.engines()[0].state is EngineState.JOINING
     stop.set()
-    assert await asyncio.wait_for(life, 5) == 0
+    assert await asyncio.wait_for(life, 30) == 0
 
 
 async def test_an_engine_that_was_told_to_leave_stays_out_even_when_its_server_starts_again(
@@ -255,7 +259,7 @@ async def test_an_engine_that_was_told_to_leave_stays_out_even_when_its_server_s
     await until(lambda: not supervisor._left)
     assert broker.engines()[0].state is EngineState.JOINING
     stop.set()
-    assert await asyncio.wait_for(life, 5) == 0
+    assert await asyncio.wait_for(life, 30) == 0
 
 
 async def test_a_server_that_never_starts_is_given_up_after_some_tries(
@@ -301,7 +305,7 @@ async def test_a_port_that_is_taken_before_the_server_listens_is_told_at_once_an
         await until(lambda: broker.engines()[0].state is EngineState.JOINING)
     assert broker.engines()[0].url != plan.url
     stop.set()
-    assert await asyncio.wait_for(life, 5) == 0
+    assert await asyncio.wait_for(life, 30) == 0
 
 
 def test_engines_of_a_run_choose_none_of_its_other_ports_and_none_of_each_other(
