@@ -33,7 +33,8 @@ def test_ranks_that_are_told_to_stop_have_the_time_for_a_step_and_a_checkpoint(
     save_config(make_config(**{"trainer.layout": {"data": 2}}), file)
     lives.mkdir()
     command = [sys.executable, "-c", START, str(file), str(lives), "checkpoint"]
-    with subprocess.Popen(command, env=os.environ | {"LAGRANGE_DRAIN_S": "100"}) as launcher:
+    environment = os.environ | {"LAGRANGE_DRAIN_S": "100", "PYTHONPATH": str(ROOT)}  # where the ranks find our probe
+    with subprocess.Popen(command, env=environment) as launcher:
         try:
             wait_for(lambda: len(list(lives.glob("rank-*"))) == 2, 100)
             launcher.send_signal(signal.SIGTERM)
